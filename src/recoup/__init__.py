@@ -1,0 +1,15 @@
+"""recoup: train bigger on the memory you have."""
+
+from recoup import errors, policies
+from recoup.checkpointing import Checkpoint, checkpoint, is_replaying, torch_checkpoint
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "checkpoint",
+    "errors",
+    "is_replaying",
+    "policies",
+    "torch_checkpoint",
+]

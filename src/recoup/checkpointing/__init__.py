@@ -1,0 +1,6 @@
+"""The primitive: one function, forgotten in the forward and replayed in the backward."""
+
+from recoup.checkpointing.api import Checkpoint, checkpoint, torch_checkpoint
+from recoup.checkpointing.replay import is_replaying
+
+__all__ = ["Checkpoint", "checkpoint", "is_replaying", "torch_checkpoint"]

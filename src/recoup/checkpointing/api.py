@@ -1,0 +1,199 @@
+"""The primitive's public face: `checkpoint`, `Checkpoint` and the callable with torch's own signature."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from recoup.checkpointing.frame import Frame
+from recoup.checkpointing.mismatch import describe_function
+from recoup.checkpointing.replay import pop_hooks, push_hooks
+from recoup.errors import NothingToCheckpointError
+
+__all__ = ["Checkpoint", "checkpoint", "torch_checkpoint"]
+
+T = TypeVar("T")
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """How to checkpoint: call it with a function and its arguments, or use it as a decorator.
+
+    Called with a function alone, it returns the checkpointed function; with arguments too, it runs it.
+
+    Args:
+        preserve_rng: the replay draws the same random numbers, and the caller's generators do not notice. Off
+            saves a few microseconds for functions that draw none.
+        preserve_buffers: buffers that the function changes are seen by the replay as the forward saw them. Off
+            saves a copy of the function's buffers in the forward; changing one is then an error.
+        early_stop: the replay stops when the last tensor that the backward needs exists.
+        check: what the replay is compared by: ``"metadata"`` (number, shape, dtype and device of the saved
+            tensors), ``"values"`` (their content too; two passes over each), or ``"none"``.
+
+    >>> import torch
+    >>> x = torch.tensor([2.0, 3.0], requires_grad=True)
+    >>> @Checkpoint(check="values")
+    ... def square(x):
+    ...     return x * x
+    >>> square(x).sum().backward()
+    >>> x.grad
+    tensor([4., 6.])
+    """
+
+    preserve_rng: bool = True
+    preserve_buffers: bool = True
+    early_stop: bool = True
+    check: Literal["metadata", "values", "none"] = "metadata"
+
+    def __post_init__(self) -> None:
+        if self.check not in ("metadata", "values", "none"):
+            raise ValueError(f"check is 'metadata', 'values' or 'none'; got {self.check!r}.")
+
+    def __call__(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``fn`` checkpointed, or returns it checkpointed if nothing but ``fn`` is given."""
+        if args or kwargs:
+            return _run(self, fn, args, kwargs)
+        if not callable(fn):
+            raise _not_callable(fn)
+
+        @functools.wraps(fn, updated=())
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return _run(self, fn, args, kwargs)
+
+        return checkpointed
+
+
+_DEFAULT = Checkpoint()
+
+
+def checkpoint(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Runs ``fn(*args, **kwargs)``, forgets what it saved for the backward, and replays it there.
+
+    All arguments belong to ``fn``; options live on `Checkpoint`. The gradients are those of the plain call, bit
+    for bit where its operations are deterministic. Without grad mode it is a plain call.
+
+    Raises:
+        NothingToCheckpointError: there is no tensor among the arguments and the result needs no gradient.
+        InputChangedError: (in the backward) something that ``fn`` reads was changed in place meanwhile.
+        ReplayMismatchError: (in the backward) the replay saved other tensors than the forward.
+
+    >>> import torch
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> checkpoint(lambda x: x * x, x).backward()
+    >>> x.grad
+    tensor(6.)
+    """
+    return _run(_DEFAULT, fn, args, kwargs)
+
+
+def torch_checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], Contexts] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """`checkpoint` with the signature of ``torch.utils.checkpoint.checkpoint``, for libraries that take one.
+
+    Args:
+        function: what to run.
+        *args: its positional arguments.
+        use_reentrant: accepted and ignored. There is one implementation, without reentrant backwards.
+        context_fn: returns the contexts for the forward and for the replay, as torch's does.
+        determinism_check: ``"default"`` compares metadata, ``"none"`` nothing.
+        debug: accepted and ignored. Errors always say where the replay went astray.
+        preserve_rng_state: as `Checkpoint.preserve_rng`.
+        early_stop: as `Checkpoint.early_stop`.
+        **kwargs: the function's keyword arguments.
+
+    >>> import torch
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> torch_checkpoint(torch.square, x, use_reentrant=False).backward()
+    >>> x.grad
+    tensor(6.)
+    """
+    if determinism_check not in ("default", "none"):
+        raise ValueError(f"determinism_check is 'default' or 'none'; got {determinism_check!r}.")
+    options = Checkpoint(
+        preserve_rng=preserve_rng_state,
+        early_stop=early_stop,
+        check="metadata" if determinism_check == "default" else "none",
+    )
+    return _run(options, function, args, kwargs, context_fn)
+
+
+def _run(
+    options: Checkpoint,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context_fn: Callable[[], Contexts] | None = None,
+) -> Any:
+    if torch.compiler.is_compiling():
+        return _traced(options, fn, args, kwargs, context_fn)
+    if not callable(fn):
+        raise _not_callable(fn)
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    forward_context, replay_context = (None, None) if context_fn is None else context_fn()
+    frame = Frame(options, fn, args, kwargs, replay_context)
+    push_hooks(frame.pack if options.check != "values" else frame.pack_with_digest, frame.unpack)
+    try:
+        if forward_context is None:
+            output = fn(*args, **kwargs)
+        else:
+            with forward_context:
+                output = fn(*args, **kwargs)
+    finally:
+        pop_hooks()
+    frame.settle()
+    if not frame.num_tensors and not _needs_grad(output):
+        raise NothingToCheckpointError(
+            f"{describe_function(fn)} was given no tensor and its result needs no gradient: there is nothing to"
+            " checkpoint. Pass its inputs as arguments, or call it directly."
+        )
+    return output
+
+
+def _traced(
+    options: Checkpoint,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context_fn: Callable[[], Contexts] | None,
+) -> Any:
+    """Under torch.compile: torch's own checkpoint, which the compiler understands as one operation."""
+
+    def bound(*args: Any) -> Any:  # keyword arguments of fn that torch would take for its own options
+        return fn(*args, **kwargs)
+
+    more = {} if context_fn is None else {"context_fn": context_fn}
+    return torch.utils.checkpoint.checkpoint(
+        bound, *args, use_reentrant=False, preserve_rng_state=options.preserve_rng, **more
+    )
+
+
+def _not_callable(fn: Any) -> TypeError:
+    return TypeError(f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got {fn!r} as function.")
+
+
+def _needs_grad(output: Any) -> bool:
+    if isinstance(output, Tensor):
+        return output.requires_grad
+    if isinstance(output, dict):
+        return any(map(_needs_grad, output.values()))
+    if isinstance(output, (list, tuple)):
+        return any(map(_needs_grad, output))
+    return any(map(_needs_grad, getattr(output, "__dict__", {}).values()))

@@ -1,0 +1,36 @@
+"""A cheap digest of a tensor's content, made where the tensor lives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["digest"]
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COLUMNS = 1024
+
+
+def digest(tensor: Tensor) -> Tensor | None:
+    """Sums the tensor's bits, weighted by row and by column, so that moved values show as well as changed ones.
+
+    Two passes over the data, no copy of it (unless it is not contiguous) and no synchronisation. Returns None
+    for tensors without plain storage (sparse, quantised, nested, fake).
+
+    >>> bool(torch.equal(digest(torch.tensor([1.0, 2.0])), digest(torch.tensor([2.0, 1.0]))))
+    False
+    """
+    with torch.no_grad():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+            return None
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        flat = tensor.detach().resolve_neg().contiguous().view(-1)
+        bits = flat.view(_BITS[flat.element_size()])
+        num_rows, rest = divmod(bits.numel(), _COLUMNS)
+        table, tail = bits[: num_rows * _COLUMNS].view(num_rows, _COLUMNS), bits[num_rows * _COLUMNS :]
+        return torch.stack((_weighted(table.sum(0)), _weighted(table.sum(1)), _weighted(tail), tail.new_full((), rest, dtype=torch.int64)))
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    return (sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum()

@@ -1,0 +1,91 @@
+"""Every exception that recoup raises on purpose.
+
+::
+
+    RecoupError
+    ├── SizeError                    a byte size that cannot be read ("8 apples")
+    ├── PolicyError                  a policy with impossible settings
+    ├── CheckpointError              the checkpoint primitive
+    │   ├── NothingToCheckpointError   a call that has no tensor and gives no gradient
+    │   ├── InputChangedError          something the function reads changed before its replay
+    │   └── ReplayMismatchError        the replay did not repeat the forward
+    ├── StoreError                   the activation store
+    │   ├── UnitRangeError             a unit number outside the store's range
+    │   ├── NotHeldError               a unit in range whose activation is not held
+    │   ├── StoreFullError             no room and nothing may be evicted
+    │   └── PrecisionError             values that the chosen precision cannot hold
+    └── ChainError                   a hand-written chain used out of order
+
+Each also derives from the built-in exception that a caller would expect (``ValueError``, ``LookupError``,
+``RuntimeError``), so that code that knows nothing of recoup can catch it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChainError",
+    "CheckpointError",
+    "InputChangedError",
+    "NotHeldError",
+    "NothingToCheckpointError",
+    "PolicyError",
+    "PrecisionError",
+    "RecoupError",
+    "ReplayMismatchError",
+    "SizeError",
+    "StoreError",
+    "StoreFullError",
+    "UnitRangeError",
+]
+
+
+class RecoupError(Exception):
+    """The root of recoup's exceptions."""
+
+
+class SizeError(RecoupError, ValueError):
+    """A byte size that cannot be read."""
+
+
+class PolicyError(RecoupError, ValueError):
+    """A policy whose settings make no sense, or that lacks the costs it needs."""
+
+
+class CheckpointError(RecoupError, RuntimeError):
+    """A checkpointed call that cannot give correct gradients."""
+
+
+class NothingToCheckpointError(CheckpointError):
+    """A call without tensors whose result needs no gradient: there is nothing to forget or replay."""
+
+
+class InputChangedError(CheckpointError):
+    """An argument, parameter or captured tensor changed between a forward and its replay."""
+
+
+class ReplayMismatchError(CheckpointError):
+    """A replay that saved other tensors than the forward did."""
+
+
+class StoreError(RecoupError):
+    """The root of the activation store's exceptions."""
+
+
+class UnitRangeError(StoreError, LookupError):
+    """A unit number outside the range that the store was made for."""
+
+
+class NotHeldError(StoreError, LookupError):
+    """A unit in range whose activation is not held (never stored, taken, removed or evicted)."""
+
+
+class StoreFullError(StoreError, RuntimeError):
+    """An entry that does not fit and may not push others out."""
+
+
+class PrecisionError(StoreError, ValueError):
+    """Values that the chosen precision cannot represent, or an unknown precision."""
+
+
+class ChainError(RecoupError, RuntimeError):
+    """A hand-written chain that is malformed or used out of order."""

@@ -1,0 +1,1 @@
+"""Which of a chain's units are kept."""
