@@ -85,10 +85,10 @@ class Frame:
         self._replay_context = replay_context
         self._arguments = Arguments(args, kwargs)
         state = FunctionState(fn, self._arguments.others)
-        self._environment = Environment(state.generators, preserve_rng=options.preserve_rng)
         self._state = None if state.is_empty() else state
         if self._state is not None:
             self._state.note(preserve_buffers=options.preserve_buffers)
+        self._environment = Environment(state.generators, preserve_rng=options.preserve_rng)
         self._records: list[Record] = []
         self._digests: list[Tensor | None] = []
         self._values: dict[int, Tensor] = {}

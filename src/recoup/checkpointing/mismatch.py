@@ -35,10 +35,10 @@ def describe_function(fn: Any) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     if isinstance(fn, Module):
-        return f"module {type(fn).__name__}{_place(type(fn).forward)}"
+        return f"module {type(fn).__name__}{_place(fn.forward)}"
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, Module):
-        return f"{type(owner).__name__}.{fn.__name__}{_place(type(owner).forward)}"
+        return f"{type(owner).__name__}.{fn.__name__}{_place(owner.forward)}"
     name = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "")
     return f"{name}{_place(fn)}"
 

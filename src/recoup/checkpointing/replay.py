@@ -118,6 +118,10 @@ def replay(
         fn(*args, **kwargs)
     except _StopReplay:
         pass
+    except Exception:
+        # TorchScript, or the function itself, may turn the one into the other.
+        if stop_at not in values:
+            raise
     finally:
         pop_hooks()
         torch._C._set_grad_enabled(grad_mode)

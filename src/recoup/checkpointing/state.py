@@ -29,14 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from recoup.errors import InputChangedError
+from recoup.errors import CheckpointError, InputChangedError
 
 __all__ = ["FunctionState"]
 
 _SMALL_BYTES = 64 * 1024
-_WATCHED = (Tensor, torch.Generator)
 _REACHED = (Module, Tensor, torch.Generator)
 _OPAQUE = (BuiltinFunctionType, type)
 
@@ -66,7 +65,11 @@ class FunctionState:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity of the buffer, which is kept alive beside its copy."""
         self._note_modules()
-        self._versions = [tensor._version for tensor in self._tensors]
+        try:
+            self._versions = [tensor._version for tensor in self._tensors]
+        except RuntimeError:  # inference tensors have no version counter
+            self._tensors = [tensor for tensor in self._tensors if not tensor.is_inference()]
+            self._versions = [tensor._version for tensor in self._tensors]
         if self._buffers:
             self._copy_buffers(preserve_buffers)
 
@@ -126,7 +129,7 @@ class FunctionState:
         for _, root in self._roots:
             if isinstance(root, Module):
                 stack.append(root)
-            elif not root.is_inference():
+            else:
                 self._tensors.append(root)
         seen: set[int] = set()
         while stack:
@@ -137,6 +140,11 @@ class FunctionState:
             if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
                 self._tensors += [*module.parameters(), *module.buffers()]
                 continue
+            if isinstance(module, LazyModuleMixin):  # it is an ordinary module once it has run
+                raise CheckpointError(
+                    f"{type(module).__name__} has not run yet, and what its first forward makes cannot be replayed."
+                    " Run the model once on a sample without checkpointing."
+                )
             attributes = module.__dict__
             children, buffers = attributes["_modules"], attributes["_buffers"]
             parameters = attributes["_parameters"]
@@ -144,28 +152,23 @@ class FunctionState:
                 if entries:
                     self._dicts.append((entries, entries.copy()))
             for value in attributes.values():
-                if isinstance(value, _WATCHED):
-                    self._note_attribute(value)
-            for parameter in parameters.values():
-                if parameter is not None and not isinstance(parameter, UninitializedTensorMixin):
-                    self._tensors.append(parameter)
+                if isinstance(value, Tensor):
+                    self._tensors.append(value)
+                elif isinstance(value, torch.Generator):
+                    self.generators.append(value)
+            self._tensors += [value for value in parameters.values() if value is not None]
             if buffers:
-                found = [value for value in buffers.values() if value is not None and not value.is_inference()]
-                self._buffers.append([item for item in found if not isinstance(item, UninitializedTensorMixin)])
+                self._buffers.append([value for value in buffers.values() if value is not None])
             for child in children.values():
                 if child is not None:
                     stack.append(child)
-
-    def _note_attribute(self, value: Tensor | torch.Generator) -> None:
-        if isinstance(value, torch.Generator):
-            self.generators.append(value)
-        elif not value.is_inference():
-            self._tensors.append(value)
 
     def _copy_buffers(self, preserve: bool) -> None:
         with torch.no_grad():
             for group in self._buffers:
                 for buffer in group:
+                    if buffer.is_inference():
+                        continue
                     if preserve:
                         self._copies.setdefault(id(buffer), (buffer, buffer.detach().clone()))
                     self._tensors.append(buffer)
@@ -178,7 +181,7 @@ class FunctionState:
         version = {id(tensor): before for tensor, before in zip(self._tensors, self._versions, strict=True)}
         held: set[int] = set()
         for group in self._buffers:
-            moved = [buffer for buffer in group if buffer._version != version[id(buffer)]]
+            moved = [buffer for buffer in group if id(buffer) in version and buffer._version != version[id(buffer)]]
             if moved and not self._copies:
                 raise InputChangedError(
                     f"The checkpointed function changes {self._name(moved[0])} and preserve_buffers is off,"

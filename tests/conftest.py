@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Reference counting alone must free everything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
