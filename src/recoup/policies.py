@@ -1,1 +1,353 @@
-"""Which of a chain's units are kept."""
+"""Which units' inputs are held for the backward, and which units are run again.
+
+A policy knows only numbers: how many units there are and, where it asks for them, what each costs to
+recompute. Policies are values: they compare, hash and print.
+
+=================== ==========================================================================
+`KeepAll`           every input is held, nothing is run again
+`KeepNone`          no input is held
+`EveryN`            the inputs of units 0, n, 2n, …
+`Selective`         the inputs of units that cost at least a threshold to recompute
+`UniformSegments`   equally many units per segment; the first input of each is held
+`BalancedSegments`  segments whose largest cost is as small as it can be
+`Segments`          the segments that you give
+=================== ==========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from recoup.errors import PolicyError
+
+__all__ = [
+    "BalancedSegments",
+    "EveryN",
+    "KeepAll",
+    "KeepNone",
+    "Policy",
+    "SegmentPolicy",
+    "Segments",
+    "Selective",
+    "UniformSegments",
+]
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+class Policy(ABC):
+    """Says for each of a number of units whether its input is held.
+
+    Arguments of the methods:
+        num_units: how many units there are.
+        costs: what each unit costs to recompute, in any one unit of measure. Checked wherever it is given.
+    """
+
+    needs_costs: ClassVar[bool] = False
+
+    def keeps(self, num_units: int, costs: Sequence[float] | None = None) -> tuple[bool, ...]:
+        """Tells for every unit whether its input is held for the backward.
+
+        Raises:
+            PolicyError: if the settings do not suit this many units, or the costs are missing or wrong.
+
+        >>> EveryN(3).keeps(6)
+        (True, False, False, True, False, False)
+        """
+        return self._keeps(num_units, self._check(num_units, costs))
+
+    def recomputes(self, num_units: int, costs: Sequence[float] | None = None) -> tuple[bool, ...]:
+        """Tells for every unit whether the backward runs it again.
+
+        That is the case when the input of the next one is not held. (Segment policies replay whole segments.)
+
+        >>> EveryN(3).recomputes(6)
+        (True, True, False, True, True, False)
+        """
+        kept = self.keeps(num_units, costs)
+        return (*(not keep for keep in kept[1:]), False)[:num_units]
+
+    @abstractmethod
+    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
+        """`keeps`, with arguments that were checked; without costs the tuple is empty."""
+
+    def _check(self, num_units: int, costs: Sequence[float] | None) -> tuple[float, ...]:
+        _check_whole("num_units", num_units)
+        if costs is None:
+            if self.needs_costs:
+                raise PolicyError(
+                    f"{self} decides by cost, and no costs were given. Pass one per unit: costs=[…]."
+                )
+            return ()
+        return _checked_costs(num_units, costs)
+
+
+@dataclass(frozen=True)
+class KeepAll(Policy):
+    """Holds every input: the most memory, no recomputation.
+
+    >>> KeepAll().keeps(3), KeepAll().recomputes(3)
+    ((True, True, True), (False, False, False))
+    """
+
+    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
+        return (True,) * num_units
+
+
+@dataclass(frozen=True)
+class KeepNone(Policy):
+    """Holds no input: the least memory, everything but the last unit is run again.
+
+    >>> KeepNone().keeps(3), KeepNone().recomputes(3)
+    ((False, False, False), (True, True, False))
+    """
+
+    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
+        return (False,) * num_units
+
+
+@dataclass(frozen=True)
+class EveryN(Policy):
+    """Holds the input of every unit whose number ``n`` divides; with ``n=0`` no unit is such a boundary.
+
+    >>> EveryN().keeps(5)
+    (True, False, False, False, True)
+    """
+
+    n: int = 4
+
+    def __post_init__(self) -> None:
+        _check_whole("EveryN: n", self.n)
+
+    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
+        return tuple(self.n > 0 and unit % self.n == 0 for unit in range(num_units))
+
+
+@dataclass(frozen=True)
+class Selective(Policy):
+    """Holds the inputs of units whose recomputation costs at least ``threshold``.
+
+    >>> Selective().keeps(3, costs=[20, 100, 350])
+    (False, True, True)
+    """
+
+    threshold: float = 100
+    needs_costs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_cost("Selective: threshold", self.threshold)
+
+    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
+        return tuple(cost >= self.threshold for cost in costs)
+
+
+class SegmentPolicy(Policy):
+    """Divides units into segments: runs of consecutive units that are replayed together.
+
+    The input of a unit is held if the unit is the first of its segment, or in none.
+    """
+
+    def segments(self, num_units: int, costs: Sequence[float] | None = None) -> Bounds:
+        """Gives the first and the last unit of every segment, both inclusive, in order.
+
+        >>> UniformSegments(3).segments(10)
+        ((0, 2), (3, 5), (6, 9))
+        """
+        return self._segments(num_units, self._check(num_units, costs))
+
+    def recomputes(self, num_units: int, costs: Sequence[float] | None = None) -> tuple[bool, ...]:
+        """Tells for every unit whether it lies in a segment, and so is run again.
+
+        A replay that needs what happens *inside* the units runs whole segments. A `recoup.manual.Chain` needs
+        only their inputs: it leaves out the last unit of each, whose output is held or is the chain's.
+
+        >>> Segments([(1, 3)]).recomputes(5)
+        (False, True, True, True, False)
+        """
+        segments = self.segments(num_units, costs)
+        labels = [False] * num_units
+        for first, last in segments:
+            labels[first : last + 1] = [True] * (last - first + 1)
+        return tuple(labels)
+
+    @abstractmethod
+    def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
+        """`segments`, with arguments that were checked."""
+
+    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
+        labels = [True] * num_units
+        for first, last in self._segments(num_units, costs):
+            labels[first + 1 : last + 1] = [False] * (last - first)
+        return tuple(labels)
+
+
+@dataclass(frozen=True)
+class UniformSegments(SegmentPolicy):
+    """Divides the units into ``count`` segments of equally many units; the last takes the remainder.
+
+    Zero segments, or more than there are units, give no segments: everything is held.
+
+    >>> UniformSegments(2).segments(10)
+    ((0, 4), (5, 9))
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_whole("UniformSegments: count", self.count)
+
+    def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
+        if not 0 < self.count <= num_units:
+            return ()
+        size = num_units // self.count
+        starts = [size * index for index in range(self.count)]
+        return _between(starts, num_units)
+
+
+@dataclass(frozen=True)
+class BalancedSegments(SegmentPolicy):
+    """Divides the units into ``count`` segments so that the costliest one costs as little as possible.
+
+    The optimum is exact: costs are compared as rational numbers, so no rounding of sums decides. Zero
+    segments, or more than there are units, give no segments: everything is held.
+
+    >>> BalancedSegments(2).segments(5, costs=[1, 1, 1, 1, 6])
+    ((0, 3), (4, 4))
+    """
+
+    count: int
+    needs_costs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_whole("BalancedSegments: count", self.count)
+
+    def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
+        if not 0 < self.count <= num_units:
+            return ()
+        weights = _whole_weights(costs)
+        low, high = max(weights), sum(weights)
+        while low < high:
+            middle = (low + high) // 2
+            if _num_filled(weights, middle) <= self.count:
+                high = middle
+            else:
+                low = middle + 1
+        return _between(_fill(weights, low, self.count), num_units)
+
+
+@dataclass(frozen=True)
+class Segments(SegmentPolicy):
+    """Takes the segments as given: pairs of first and last unit, both inclusive, that do not overlap.
+
+    Units outside all segments keep their inputs. The pairs may come in any order and are held sorted.
+
+    >>> Segments([(7, 9), (2, 4)])
+    Segments(bounds=((2, 4), (7, 9)))
+    """
+
+    bounds: Bounds
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(_checked_pair(pair) for pair in self.bounds))
+        for (first, last), (next_first, next_last) in pairwise(ordered):
+            if next_first <= last:
+                raise PolicyError(
+                    f"Segments {first}-{last} and {next_first}-{next_last} overlap. Both ends are inclusive: "
+                    f"begin the second at {last + 1} or later."
+                )
+        object.__setattr__(self, "bounds", ordered)
+
+    def contains(self, unit: int) -> bool:
+        """Tells whether a unit lies in one of the segments.
+
+        >>> Segments([(2, 4)]).contains(4), Segments([(2, 4)]).contains(5)
+        (True, False)
+        """
+        return any(first <= unit <= last for first, last in self.bounds)
+
+    def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
+        for first, last in self.bounds:
+            if last >= num_units:
+                raise PolicyError(
+                    f"Segment {first}-{last} is out of range for {num_units} units; both ends are "
+                    "inclusive. Shorten the segment or leave it out."
+                )
+        return self.bounds
+
+
+def _check_whole(name: str, value: Any) -> None:
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        whole = -1
+    if whole < 0 or isinstance(value, bool):
+        raise PolicyError(f"{name} must be a whole number, 0 or more; got {value!r}.")
+
+
+def _check_cost(name: str, value: Any) -> float:
+    try:
+        cost = float(value)
+    except (TypeError, ValueError):
+        cost = math.nan
+    if not 0 <= cost < math.inf:
+        raise PolicyError(f"{name} must be a finite number, 0 or more; got {value!r}.")
+    return cost
+
+
+def _checked_costs(num_units: int, costs: Sequence[float]) -> tuple[float, ...]:
+    if len(costs) != num_units:
+        raise PolicyError(f"{len(costs)} costs were given for {num_units} units. Give one cost per unit.")
+    return tuple(_check_cost(f"The cost of unit {unit}", cost) for unit, cost in enumerate(costs))
+
+
+def _checked_pair(pair: Any) -> tuple[int, int]:
+    try:
+        first, last = pair
+    except (TypeError, ValueError):
+        raise PolicyError(f"A segment is a pair (first, last); got {pair!r}.") from None
+    _check_whole("A segment's first unit", first)
+    _check_whole("A segment's last unit", last)
+    if last < first:
+        raise PolicyError(f"Segment {first}-{last} runs backwards. Write it as ({last}, {first}).")
+    return int(first), int(last)
+
+
+def _between(starts: Sequence[int], num_units: int) -> Bounds:
+    return tuple((first, end - 1) for first, end in zip(starts, (*starts[1:], num_units), strict=True))
+
+
+def _whole_weights(costs: Sequence[float]) -> list[int]:
+    """Scales costs to integers, exactly: every float is a fraction with a power of two below."""
+    fractions = [Fraction(cost) for cost in costs]
+    scale = max(fraction.denominator for fraction in fractions)
+    return [int(fraction * scale) for fraction in fractions]
+
+
+def _num_filled(weights: Sequence[int], limit: int) -> int:
+    """Counts the segments that result from filling each up to a limit; no fewer are possible."""
+    num_segments, load = 1, 0
+    for weight in weights:
+        if load + weight > limit:
+            num_segments, load = num_segments + 1, 0
+        load += weight
+    return num_segments
+
+
+def _fill(weights: Sequence[int], limit: int, count: int) -> list[int]:
+    """Gives the starts of exactly ``count`` segments, none above a limit that is known to be possible."""
+    starts, load = [0], weights[0]
+    for unit, weight in enumerate(weights[1:], start=1):
+        num_left = len(weights) - unit
+        # With as many units left as segments, every one must stand alone, or the count is not reached.
+        if load + weight > limit or num_left == count - len(starts):
+            starts.append(unit)
+            load = 0
+        load += weight
+    return starts

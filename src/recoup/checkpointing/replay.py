@@ -118,21 +118,22 @@ def replay(
         fn(*args, **kwargs)
     except _StopReplay:
         pass
-    except Exception:
-        # TorchScript, or the function itself, may turn the one into the other.
-        if stop_at not in values:
+    except BaseException as error:
+        # TorchScript, or the function itself, may have turned the stop into an exception of its own.
+        if stop_at not in values or not isinstance(error, Exception):
+            values.clear()
             raise
     finally:
         pop_hooks()
         torch._C._set_grad_enabled(grad_mode)
         _depth.value -= 1
-    if last not in values:
-        missing = next(position for position in range(num_records) if wanted[position] and position not in values)
+    # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
+    result, values = values, {}
+    if last not in result:
+        missing = next(position for position in range(num_records) if wanted[position] and position not in result)
         raise mismatch.saved_too_few(fn, records[missing], num_records, num_saved)
     if check and complete and num_saved > num_records:
         raise mismatch.saved_too_many(fn, num_records, num_saved)
-    # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
-    result, values = values, {}
     return result, versions
 
 

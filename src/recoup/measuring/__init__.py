@@ -1,0 +1,5 @@
+"""What a training step costs: bytes and, later, seconds."""
+
+from recoup.measuring.tracker import MemoryTracker
+
+__all__ = ["MemoryTracker"]

@@ -1,0 +1,84 @@
+"""Which entries leave a store to make room for a new one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol, TypeAlias
+
+__all__ = ["Eviction", "choose_victims", "value_density"]
+
+Eviction: TypeAlias = Literal["oldest", "least_valuable", "refuse"]
+
+
+class Candidate(Protocol):
+    """What the choice looks at: an entry's place in the order of creation, size, cost and last use."""
+
+    @property
+    def order(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def last_used(self) -> int: ...
+
+
+def choose_victims(
+    evict: Eviction, candidates: Iterable[Candidate], *, excess_bytes: int, excess_entries: int, now: int
+) -> list[int] | None:
+    """Chooses entries to evict, in turn, until enough bytes and enough places are free.
+
+    Args:
+        evict: the rule.
+        candidates: the entries that may leave.
+        excess_bytes: how many bytes must come free; zero or less for none.
+        excess_entries: how many entries must leave; zero or less for none.
+        now: the store's clock, later than every entry's last use.
+
+    Returns:
+        The ``order`` of each victim, or None if the rule does not free enough.
+
+    >>> choose_victims("oldest", [], excess_bytes=0, excess_entries=0, now=1)
+    []
+    """
+    victims: list[int] = []
+    for candidate in _RULES[evict](candidates, now):
+        if excess_bytes <= 0 and excess_entries <= 0:
+            break
+        victims.append(candidate.order)
+        excess_bytes -= candidate.num_bytes
+        excess_entries -= 1
+    return victims if excess_bytes <= 0 and excess_entries <= 0 else None
+
+
+def value_density(candidate: Candidate, now: int) -> float:
+    """Gives what holding an entry is worth: its cost over its bytes and the time since its last use.
+
+    This is the heuristic of Dynamic Tensor Rematerialization (Kirisame et al. 2021, section 4.1) with the
+    store's own clock for time and the given cost for the cost of the neighbourhood. An entry without bytes
+    frees nothing and is worth the most.
+    """
+    if candidate.num_bytes == 0:
+        return math.inf
+    return candidate.cost / (candidate.num_bytes * (now - candidate.last_used))
+
+
+def _oldest(candidates: Iterable[Candidate], now: int) -> Sequence[Candidate]:
+    return sorted(candidates, key=lambda entry: entry.order)
+
+
+def _least_valuable(candidates: Iterable[Candidate], now: int) -> Sequence[Candidate]:
+    # Among equals the oldest goes, so that the same calls always evict the same entries.
+    return sorted(candidates, key=lambda entry: (value_density(entry, now), entry.order))
+
+
+def _refuse(candidates: Iterable[Candidate], now: int) -> Sequence[Candidate]:
+    return ()
+
+
+_RULES: dict[Eviction, Callable[[Iterable[Candidate], int], Sequence[Candidate]]] = {
+    "oldest": _oldest,
+    "least_valuable": _least_valuable,
+    "refuse": _refuse,
+}

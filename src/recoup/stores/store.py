@@ -1,0 +1,362 @@
+"""The activation store: arrays by unit number, under a limit, with exact accounts.
+
+NOTE [ Store invariants ]
+
+1. ``num_bytes`` is the sum of the held entries' bytes, always, and never above the budget.
+2. A call either does all it says or, if it raises, nothing: what may fail (copying, packing, choosing whom to
+   evict) comes before the first change.
+3. One lock guards the accounts. Data is copied outside it: held arrays never change, so a reader needs only a
+   reference. While a put copies, the new array exists besides what the budget counts.
+4. An entry's ``order`` is never used twice, so it identifies the entry among all that a unit ever had.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from recoup.errors import NotHeldError, StoreError, StoreFullError, UnitRangeError
+from recoup.sizes import format_bytes, parse_bytes
+from recoup.stores.arrays import Array, why_not_array
+from recoup.stores.eviction import Eviction, choose_victims
+from recoup.stores.holding import Held, Place, held_bytes, hold
+from recoup.stores.precision import Precision, check_precision
+from recoup.stores.records import EntryInfo, StoreStats
+
+__all__ = ["ActivationStore"]
+
+
+@dataclass
+class _Entry:
+    unit: int
+    order: int
+    cost: float
+    held: Held
+    num_bytes: int
+    last_used: int
+
+
+class ActivationStore:
+    """Holds copies of arrays, one per unit, within a byte budget and a number of entries.
+
+    Takes torch tensors on any device and NumPy arrays, and gives back the same kind. Safe to use from several
+    threads.
+
+    Args:
+        budget: the most bytes to hold, as a number or text such as ``"64MiB"``; None for no limit.
+        max_entries: the most entries to hold; None for no limit.
+        evict: what makes room at a limit: the ``"oldest"`` entry, the ``"least_valuable"`` (lowest cost per
+            byte and time since its last use), or nothing: ``"refuse"``.
+        precision: None to hold data exactly; ``"bfloat16"``, ``"float16"`` or ``"int8"`` to hold floats in
+            fewer bits (`recoup.stores.error_bound` says how far off they come back).
+        place: ``"same"`` to hold tensors on their device, ``"host"`` in the host's memory.
+        num_units: how many units there are; None if any number from 0 may come.
+
+    Raises:
+        StoreError: if a setting makes no sense (for sizes `SizeError`, for precisions `PrecisionError`).
+
+    >>> import numpy as np
+    >>> store = ActivationStore(budget="100B")
+    >>> for unit in range(5):
+    ...     _ = store.put(unit, np.full(10, unit, np.float32))
+    >>> store.held_units(), store.num_bytes
+    ((3, 4), 80)
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: int | str | None = None,
+        max_entries: int | None = None,
+        evict: Eviction = "oldest",
+        precision: Precision | None = None,
+        place: Place = "same",
+        num_units: int | None = None,
+    ) -> None:
+        _check_choice("evict", evict, get_args(Eviction))
+        _check_choice("place", place, get_args(Place))
+        check_precision(precision)
+        self._budget = None if budget is None else parse_bytes(budget)
+        self._max_entries = _checked_count("max_entries", max_entries)
+        self._num_units = _checked_count("num_units", num_units)
+        self._evict = evict
+        self._precision = precision
+        self._place = place
+        self._lock = threading.Lock()
+        self._next_order = 0
+        self._clock = 0
+        self._fates: dict[int, str] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._infos: dict[int, EntryInfo] = {}
+        self._saved: dict[int, int] = {}
+        self._num_bytes = self._num_created = self._num_evicted = 0
+
+    def put(self, unit: int, array: Array, *, cost: float = 0.0) -> EntryInfo:
+        """Holds a copy of an array, in place of what was held for the unit, and evicts others as needed.
+
+        Args:
+            unit: the unit whose input this is.
+            array: a torch tensor (held without its history) or a NumPy array.
+            cost: what recomputing it would cost, in any one unit of measure.
+
+        Raises:
+            StoreFullError: if it is larger than the whole budget, or nothing may be evicted.
+            PrecisionError: if it has values that the store's precision cannot hold.
+            UnitRangeError: if there is no such unit.
+            StoreError: if it is no array, or the cost is negative or not finite.
+
+        After any of these the store is as it was before.
+        """
+        unit = self._checked_unit(unit)
+        problem = why_not_array(array)
+        if problem:
+            raise StoreError(f"Unit {unit} cannot be stored: {problem}.")
+        cost = _checked_cost(unit, cost)
+        with self._lock:
+            # Asked first so that an array that will not fit is not copied in vain.
+            self._make_room(unit, held_bytes(array, self._precision))
+        held = hold(array, precision=self._precision, place=self._place, name=f"Unit {unit}")
+        with self._lock:
+            return self._admit(unit, held, cost)
+
+    def get(self, unit: int, *, order: int | None = None) -> Any:
+        """Gives a copy of what is held for a unit: it is the caller's to change.
+
+        Args:
+            unit: the unit.
+            order: accept only the entry that `put` returned with this order, not a later one.
+
+        Raises:
+            NotHeldError: if nothing is held for it; says why.
+            UnitRangeError: if there is no such unit.
+        """
+        with self._lock:
+            entry = self._find(unit, order)
+            self._clock += 1
+            entry.last_used = self._clock
+        return entry.held.copy()
+
+    def take(self, unit: int) -> Any:
+        """Gives what is held for a unit and forgets it.
+
+        Raises:
+            NotHeldError: if nothing is held for it; says why.
+            UnitRangeError: if there is no such unit.
+        """
+        with self._lock:
+            entry = self._find(unit, None)
+            self._forget(entry, "it was taken. Use get() to read it more than once")
+        return entry.held.release()
+
+    def drop(self, unit: int, num_bytes: int) -> None:
+        """Counts an activation that is deliberately not stored as saved; what was held for the unit goes.
+
+        Raises:
+            UnitRangeError: if there is no such unit.
+            StoreError: if the number of bytes is negative.
+        """
+        unit = self._checked_unit(unit)
+        if _checked_count("num_bytes", num_bytes) is None:
+            raise StoreError("num_bytes must be a whole number, 0 or more; got None.")
+        with self._lock:
+            if unit in self._entries:
+                self._forget(self._entries[unit], "")
+            self._fates[unit] = "it was dropped. Recompute it, or keep it in the forward"
+            self._saved[unit] = num_bytes
+
+    def remove(self, unit: int) -> bool:
+        """Forgets what is held for a unit, if anything, and tells whether there was something.
+
+        Raises:
+            UnitRangeError: if there is no such unit.
+        """
+        unit = self._checked_unit(unit)
+        with self._lock:
+            entry = self._entries.get(unit)
+            if entry is not None:
+                self._forget(entry, "it was removed. Put it again, or recompute it")
+        return entry is not None
+
+    def clear(self) -> None:
+        """Forgets all entries, what was known about them, and all accounts."""
+        with self._lock:
+            self._fates = dict.fromkeys(self._entries, "the store was cleared. Put it again")
+            self._reset()
+
+    def __contains__(self, unit: object) -> bool:
+        with self._lock:
+            return unit in self._entries
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def __repr__(self) -> str:
+        limit = "no budget" if self._budget is None else f"of {format_bytes(self._budget)}"
+        stats = self.stats()
+        return f"<ActivationStore: {stats.num_in_memory} entries, {format_bytes(stats.num_bytes)}, {limit}>"
+
+    def info(self, unit: int) -> EntryInfo:
+        """Gives what is known about a unit's latest entry, also after it has left the store.
+
+        Raises:
+            NotHeldError: if the unit was never stored.
+            UnitRangeError: if there is no such unit.
+        """
+        unit = self._checked_unit(unit)
+        with self._lock:
+            if unit not in self._infos:
+                raise self._not_held(unit)
+            return self._infos[unit]
+
+    def stats(self) -> StoreStats:
+        """Gives the store's figures at this moment."""
+        with self._lock:
+            return StoreStats(
+                num_created=self._num_created,
+                num_in_memory=len(self._entries),
+                num_bytes=self._num_bytes,
+                budget_bytes=self._budget,
+                utilisation=self._num_bytes / self._budget if self._budget else 0.0,
+                saved_bytes=sum(self._saved.values()),
+                num_evicted=self._num_evicted,
+            )
+
+    def held_units(self) -> tuple[int, ...]:
+        """Lists the units that are held, in ascending order."""
+        with self._lock:
+            return tuple(sorted(self._entries))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes held now."""
+        return self._num_bytes
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The most bytes that may be held, or None."""
+        return self._budget
+
+    def _admit(self, unit: int, held: Held, cost: float) -> EntryInfo:
+        num_bytes = held.num_bytes
+        victims = self._make_room(unit, num_bytes)
+        for victim in victims:
+            self._forget(
+                victim, f"it was evicted to make room for unit {unit}. Recompute it, or raise {self._limits}"
+            )
+        if unit in self._entries:
+            self._forget(self._entries[unit], "")
+        self._num_evicted += len(victims)
+        self._saved.pop(unit, None)
+        self._fates.pop(unit, None)
+        self._clock += 1
+        self._entries[unit] = _Entry(unit, self._next_order, cost, held, num_bytes, self._clock)
+        self._infos[unit] = EntryInfo(unit, self._next_order, num_bytes, cost, in_memory=True)
+        self._next_order += 1
+        self._num_created += 1
+        self._num_bytes += num_bytes
+        return self._infos[unit]
+
+    def _make_room(self, unit: int, num_bytes: int) -> list[_Entry]:
+        """Chooses what must leave before an entry of this size comes; changes nothing."""
+        if self._budget is not None and num_bytes > self._budget:
+            raise StoreFullError(
+                f"Unit {unit} needs {format_bytes(num_bytes)}, more than the whole budget of "
+                f"{format_bytes(self._budget)}. Raise the budget, or store in fewer bits (precision=…)."
+            )
+        others = [entry for entry in self._entries.values() if entry.unit != unit]
+        free_bytes = self._free_bytes(others)
+        excess_bytes = 0 if free_bytes is None else num_bytes - free_bytes
+        excess_entries = 0 if self._max_entries is None else len(others) + 1 - self._max_entries
+        victims = choose_victims(
+            self._evict, others, excess_bytes=excess_bytes, excess_entries=excess_entries, now=self._clock + 1
+        )
+        if victims is None:
+            raise StoreFullError(self._full_message(unit, num_bytes, free_bytes, excess_entries))
+        by_order = {entry.order: entry for entry in others}
+        return [by_order[order] for order in victims]
+
+    def _free_bytes(self, others: list[_Entry]) -> int | None:
+        return None if self._budget is None else self._budget - sum(entry.num_bytes for entry in others)
+
+    def _full_message(self, unit: int, num_bytes: int, free_bytes: int | None, excess_entries: int) -> str:
+        if excess_entries > 0:
+            problem = f"the store is limited to {self._max_entries} entries (max_entries)"
+        else:
+            problem = (
+                f"it needs {format_bytes(num_bytes)} and {format_bytes(free_bytes or 0)} of the budget of "
+                f"{format_bytes(self._budget or 0)} are free"
+            )
+        fix = (
+            "Raise it"
+            if self._evict != "refuse"
+            else "Raise it, remove something first, or use evict='oldest'"
+        )
+        return f"No room for unit {unit}: {problem}. {fix}."
+
+    def _forget(self, entry: _Entry, fate: str) -> None:
+        del self._entries[entry.unit]
+        self._infos[entry.unit] = replace(self._infos[entry.unit], in_memory=False)
+        self._num_bytes -= entry.num_bytes
+        self._fates[entry.unit] = fate
+
+    def _find(self, unit: int, order: int | None) -> _Entry:
+        entry = self._entries.get(self._checked_unit(unit))
+        if entry is None:
+            raise self._not_held(unit)
+        if order is not None and entry.order != order:
+            raise NotHeldError(
+                f"Unit {unit} is held, but not the entry of order {order}: it was replaced by {entry.order}. "
+                "Give every run its own store to keep both."
+            )
+        return entry
+
+    def _not_held(self, unit: int) -> NotHeldError:
+        return NotHeldError(
+            f"Unit {unit} is not held: {self._fates.get(unit, 'it was never stored. Put it first')}."
+        )
+
+    @property
+    def _limits(self) -> str:
+        budget = None if self._budget is None else f"the budget of {format_bytes(self._budget)}"
+        entries = None if self._max_entries is None else f"max_entries={self._max_entries}"
+        return " or ".join(limit for limit in (budget, entries) if limit)
+
+    def _checked_unit(self, unit: int) -> int:
+        try:
+            number = operator.index(unit)
+        except TypeError:
+            number = -1
+        if number < 0 or isinstance(unit, bool):
+            raise UnitRangeError(f"A unit is a whole number, 0 or more; got {unit!r}.")
+        if self._num_units is not None and number >= self._num_units:
+            raise UnitRangeError(
+                f"Unit {number} is out of range: the store was made for {self._num_units} units, counted from 0. "
+                "Make it with a larger num_units."
+            )
+        return number
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise StoreError(f"There is no {name}={value!r}. Use one of {', '.join(map(repr, choices))}.")
+
+
+def _checked_count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StoreError(f"{name} must be a whole number, 0 or more; got {value!r}.")
+    return value
+
+
+def _checked_cost(unit: int, cost: Any) -> float:
+    if not isinstance(cost, (int, float)) or not 0 <= cost < math.inf:
+        raise StoreError(f"The cost of unit {unit} must be a finite number, 0 or more; got {cost!r}.")
+    return float(cost)

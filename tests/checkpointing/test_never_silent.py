@@ -1,0 +1,256 @@
+"""What would give wrong gradients is an error that names it and says what to do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recoup
+from recoup import Checkpoint, checkpoint
+from recoup.errors import CheckpointError, InputChangedError, NothingToCheckpointError, RecoupError, ReplayMismatchError
+
+
+def fn(x: Tensor, *more: Any, scale: Tensor | None = None, table: Any = None) -> Tensor:
+    return (x.sin() * 2).exp()
+
+
+@dataclass
+class Batch:
+    mask: Tensor
+    parts: list[Tensor]
+
+
+def make() -> Tensor:
+    return torch.randn(4, requires_grad=True) * 1
+
+
+def changed(x: Tensor) -> None:
+    with torch.no_grad():
+        x.add_(1)
+
+
+BATCH = Batch(torch.ones(2), [torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "victim"),
+    [
+        ("argument 'x' ", lambda t: (t,), lambda t: {}, lambda t: t),
+        ("argument argument 1 ", lambda t: (make(), t), lambda t: {}, lambda t: t),
+        ("argument 'scale' ", lambda t: (make(),), lambda t: {"scale": t}, lambda t: t),
+        (r"argument 'table'\['a'\]\[1\] ", lambda t: (make(),), lambda t: {"table": {"a": [1, t]}}, lambda t: t),
+        (r"argument 'table'\.parts\[1\] ", lambda t: (make(),), lambda t: {"table": BATCH}, lambda t: BATCH.parts[1]),
+        ("argument 'x' ", lambda t: (t,), lambda t: {}, lambda t: t[1:]),  # through a view
+    ],
+)
+def test_an_argument_changed_by_the_caller(name: str, args: Any, kwargs: Any, victim: Any) -> None:
+    tensor = make()
+    loss = checkpoint(fn, *args(tensor), **kwargs(tensor)).sum()
+    changed(victim(tensor))
+    with pytest.raises(InputChangedError, match=rf"fn \(test_never_silent.py:\d+\): {name}was changed in place between"):
+        loss.backward()
+
+
+def test_an_argument_changed_by_the_function_itself() -> None:
+    def in_place(x: Tensor, y: Tensor) -> Tensor:
+        y.add_(1)
+        return (x * y).sin()
+
+    for call in (checkpoint, lambda f, *args: checkpoint(lambda *a: checkpoint(f, *a), *args)):
+        loss = call(in_place, make(), torch.ones(4)).sum()
+        with pytest.raises(InputChangedError, match=r"'y' was changed in place by the function itself.*x.clone\(\)"):
+            loss.backward()
+
+
+def test_changing_an_argument_without_a_backward_is_fine() -> None:
+    x = torch.ones(3)
+    checkpoint(lambda x, w: w * x.add_(1), x, make()[:3])
+    assert x.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_a_parameter_stepped_in_between(which: str) -> None:
+    """The bias is saved by no operation, yet a replay would use its new value."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    optimizer = torch.optim.SGD([getattr(layer[0], which)], lr=0.1)
+    x = torch.randn(2, 4)
+    layer(x).sum().backward()
+    loss = checkpoint(layer, x).sum()
+    optimizer.step()
+    with pytest.raises(InputChangedError, match=rf"parameter '0.{which}' of Sequential \(version \d+ then, \d+ now\).*optimizer"):
+        loss.backward()
+
+
+def test_a_parameter_in_a_closure_stepped_in_between() -> None:
+    weight = nn.Parameter(torch.randn(4))
+    loss = checkpoint(lambda x: (x * weight).sin(), make()).sum()
+    changed(weight)
+    with pytest.raises(InputChangedError, match="the captured tensor 'weight'"):
+        loss.backward()
+
+
+def test_a_leaf_that_only_the_graph_knows() -> None:
+    holder = {"w": nn.Parameter(torch.randn(4))}
+
+    class Reader:
+        def __init__(self) -> None:
+            self.holder = holder  # not looked into
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x + self.holder["w"].sin()
+
+    loss = checkpoint(Reader(), make()).sum()
+    changed(holder["w"])
+    with pytest.raises(InputChangedError, match=r"leaf of shape \[4\]"):
+        loss.backward()
+
+
+def test_a_saved_tensor_changed_in_place_inside() -> None:
+    """The plain function fails; so must ours, although the replay could hand out the changed value."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.exp()
+        z = y.sin()
+        y.add_(1)
+        return z.cos() + y.square().sum()
+
+    x = make()
+    with pytest.raises(RuntimeError, match="inplace"):
+        fn(x).sum().backward()
+    loss = checkpoint(fn, x).sum()
+    with pytest.raises(InputChangedError, match=r"saved tensor \d of \d .*changed in place after it was saved"):
+        loss.backward()
+
+
+class Unsteady(nn.Module):
+    """Saves something else every time it runs."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+        self.layer = nn.Sequential(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x.sin(), recoup.is_replaying()).cos()
+
+
+CHANGES = {
+    "shape": (lambda x, again: (x[:2] if again else x).exp(), r"float32\[4\] on cpu in the forward and is float32\[2\] on cpu"),
+    "dtype": (lambda x, again: (x.double() if again else x).exp(), r"float32\[4\] on cpu in the forward and is float64\[4\] on cpu"),
+    "device": (lambda x, again: (x.to("meta") if again else x).exp(), r"float32\[4\] on cpu in the forward and is float32\[4\] on meta"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_other_metadata(kind: str) -> None:
+    change, expected = CHANGES[kind]
+    loss = checkpoint(nn.Sequential(nn.Tanh(), Unsteady(change)), make()).sum()
+    with pytest.raises(ReplayMismatchError, match=r"Saved tensor \d of \d was " + expected) as caught:
+        loss.backward()
+    message = str(caught.value)
+    assert "module Sequential" in message
+    assert "Unsteady '1' of Sequential" in message
+    assert "test_never_silent.py:" in message
+    assert "Likely causes" in message
+    assert "What to do" in message
+
+
+def test_fewer_tensors() -> None:
+    def shrinking(x: Tensor) -> Tensor:
+        x = x.sin()
+        return x if recoup.is_replaying() else x.exp().cos()
+
+    loss = checkpoint(shrinking, make()).sum()
+    with pytest.raises(ReplayMismatchError, match=r"shrinking .*forward saved 3 tensors, the replay only 1; tensor 2, float32\[4\]"):
+        loss.backward()
+
+
+def test_more_tensors() -> None:
+    def growing(x: Tensor) -> Tensor:
+        x = x.sin()
+        return x.exp().cos() if recoup.is_replaying() else x
+
+    checkpoint(growing, make()).sum().backward()  # stops before it could matter
+    loss = Checkpoint(early_stop=False)(growing, make()).sum()
+    with pytest.raises(ReplayMismatchError, match="forward saved 1 tensors, the replay 3"):
+        loss.backward()
+
+
+def test_no_check_still_refuses_what_is_missing() -> None:
+    loss = Checkpoint(check="none")(lambda x: x if recoup.is_replaying() else x.sin(), make()).sum()
+    with pytest.raises(ReplayMismatchError, match="missing"):
+        loss.backward()
+
+
+def drifting(x: Tensor) -> Tensor:
+    return (x * random.random()).sin()
+
+
+def test_values_that_drift() -> None:
+    checkpoint(drifting, make()).sum().backward()  # the metadata are the same: documented, and why "values" exists
+    loss = Checkpoint(check="values")(drifting, make()).sum()
+    with pytest.raises(ReplayMismatchError, match=r"Saved tensor 1 of 1, float32\[4\] on cpu, has other values"):
+        loss.backward()
+
+
+def test_values_that_only_change_places() -> None:
+    def shuffled(x: Tensor) -> Tensor:
+        return (x.flip(0) if recoup.is_replaying() else x).sin().exp()
+
+    loss = Checkpoint(check="values")(shuffled, make()).sum()
+    with pytest.raises(ReplayMismatchError, match="has other values"):
+        loss.backward()
+
+
+def test_routing_that_flips() -> None:
+    def routed(x: Tensor) -> Tensor:
+        rows = x > (0.5 if recoup.is_replaying() else -0.5)
+        return x[rows].exp().sum() + x.sin().sum()
+
+    x = torch.linspace(-1, 1, 9, requires_grad=True) * 1
+    loss = checkpoint(routed, x)
+    with pytest.raises(ReplayMismatchError, match="mixture of experts"):
+        loss.backward()
+
+
+def test_nothing_to_run_on() -> None:
+    with pytest.raises(NothingToCheckpointError, match=r"given no tensor and its result needs no gradient.*Pass its inputs"):
+        checkpoint(lambda: torch.ones(3))
+    with pytest.raises(NothingToCheckpointError, match="given no tensor"):
+        checkpoint(lambda scale: {"a": [scale * 2]}, 3)
+    with torch.no_grad():
+        assert checkpoint(lambda: 3) == 3
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match=r"checkpoint\(fn, x\). Got tensor"):
+        checkpoint(torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Got 3 as function"):
+        Checkpoint()(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="check is 'metadata', 'values' or 'none'; got 'yes'"):
+        Checkpoint(check="yes")  # type: ignore[arg-type]
+
+
+def test_the_errors_are_recoups_and_torchs_callers_can_catch_them() -> None:
+    for error in (InputChangedError, ReplayMismatchError, NothingToCheckpointError):
+        assert issubclass(error, CheckpointError)
+        assert issubclass(error, RecoupError)
+        assert issubclass(error, RuntimeError)
+
+
+def test_a_function_that_swallows_everything() -> None:
+    def stubborn(x: Tensor) -> Tensor:
+        y = x.sin()
+        try:
+            return y.exp()
+        except BaseException as error:
+            raise ValueError("translated") from error
+
+    x = make().detach().requires_grad_()
+    checkpoint(stubborn, x * 1).sum().backward()
+    assert torch.equal(x.grad, x.sin().exp() * x.cos())
