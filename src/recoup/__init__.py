@@ -1,13 +1,14 @@
 """recoup: train bigger on the memory you have."""
 
 from recoup import errors, policies
-from recoup.checkpointing import Checkpoint, checkpoint, is_replaying, torch_checkpoint
+from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, torch_checkpoint
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
     "checkpoint",
+    "describe",
     "errors",
     "is_replaying",
     "policies",

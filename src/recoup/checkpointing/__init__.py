@@ -1,6 +1,7 @@
 """The primitive: one function, forgotten in the forward and replayed in the backward."""
 
 from recoup.checkpointing.api import Checkpoint, checkpoint, torch_checkpoint
+from recoup.checkpointing.describe import describe
 from recoup.checkpointing.replay import is_replaying
 
-__all__ = ["Checkpoint", "checkpoint", "is_replaying", "torch_checkpoint"]
+__all__ = ["Checkpoint", "checkpoint", "describe", "is_replaying", "torch_checkpoint"]

@@ -54,7 +54,10 @@ class Environment:
 
     def describe(self) -> str:
         """Says whether random state is held."""
-        return "no RNG state" if self._random is None else f"RNG state of {len(self._random)} generators"
+        if self._random is None:
+            return "no RNG state"
+        num_generators = len(self._random)
+        return f"RNG state of {num_generators} generator{'s' * (num_generators != 1)}"
 
 
 def _read_settings() -> tuple[bool, bool, bool, bool, bool, int]:

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,11 +45,35 @@ from recoup.checkpointing.state import FunctionState
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
 
-__all__ = ["Frame"]
+__all__ = ["Frame", "Sought", "seeking"]
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 _NO_TASK = -1
+
+
+class Sought(BaseException):
+    """Carries a frame out of `unpack` while `seeking`."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+
+
+class _Seeking(threading.local):
+    active = False
+
+
+_seeking = _Seeking()
+
+
+@contextmanager
+def seeking() -> Iterator[None]:
+    """Makes frames on this thread show themselves, by raising `Sought`, instead of replaying."""
+    _seeking.active = True
+    try:
+        yield
+    finally:
+        _seeking.active = False
 
 
 class _Leaf(NamedTuple):
@@ -138,12 +162,16 @@ class Frame:
         return tensor
 
     def _unpack_leaf(self, leaf: _Leaf) -> Tensor:
+        if _seeking.active:
+            raise Sought(self)
         if leaf.tensor._version != leaf.version:
             self._refuse_stale()
             raise mismatch.changed_saved(self.fn, f"a leaf of shape {list(leaf.tensor.shape)}")
         return leaf.tensor
 
     def _unpack_slowly(self, position: int) -> Tensor:
+        if _seeking.active:
+            raise Sought(self)
         task = _current_task()
         with self._lock:
             # Another thread of this backward may have replayed while this one waited.
@@ -200,10 +228,10 @@ class Frame:
             raise mismatch.changed_state(self.fn, name)
 
     def __repr__(self) -> str:
-        tensors = ", ".join(self._arguments.describe())
+        num_saved = len(self._records)
         return (
-            f"<checkpoint of {mismatch.describe_function(self.fn)}: holds [{tensors}],"
-            f" {len(self._records)} saved tensors to replay, {self._environment.describe()}>"
+            f"<checkpoint of {mismatch.describe_function(self.fn)}: holds [{', '.join(self._arguments.describe())}],"
+            f" {num_saved} saved tensor{'s' * (num_saved != 1)} to replay, {self._environment.describe()}>"
         )
 
 

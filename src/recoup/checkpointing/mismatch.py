@@ -21,6 +21,8 @@ __all__ += ["saved_otherwise", "saved_too_few", "saved_too_many", "values_drifte
 Record: TypeAlias = tuple[int, torch.Size, torch.dtype, torch.device]
 """What the forward notes of a saved tensor: its position, shape, dtype and device."""
 
+_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
+
 _CAUSES = """\
 Likely causes:
   - the function depends on something outside its arguments: Python or NumPy random numbers, a global, a cache;
@@ -38,7 +40,9 @@ def describe_function(fn: Any) -> str:
         return f"module {type(fn).__name__}{_place(fn.forward)}"
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, Module):
-        return f"{type(owner).__name__}.{fn.__name__}{_place(owner.forward)}"
+        if fn.__name__ in _CALLS:
+            return describe_function(owner)
+        return f"{type(owner).__name__}.{fn.__name__}{_place(fn)}"
     name = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "")
     return f"{name}{_place(fn)}"
 

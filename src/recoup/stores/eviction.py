@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Iterable
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 __all__ = ["Eviction", "choose_victims", "value_density"]
 
@@ -24,32 +24,37 @@ class Candidate(Protocol):
     def last_used(self) -> int: ...
 
 
+_Entry = TypeVar("_Entry", bound=Candidate)
+
+
 def choose_victims(
-    evict: Eviction, candidates: Iterable[Candidate], *, excess_bytes: int, excess_entries: int, now: int
-) -> list[int] | None:
+    evict: Eviction, candidates: Iterable[_Entry], *, excess_bytes: int, excess_entries: int, now: int
+) -> list[_Entry] | None:
     """Chooses entries to evict, in turn, until enough bytes and enough places are free.
 
     Args:
         evict: the rule.
-        candidates: the entries that may leave.
+        candidates: the entries that may leave, in their order of creation.
         excess_bytes: how many bytes must come free; zero or less for none.
         excess_entries: how many entries must leave; zero or less for none.
         now: the store's clock, later than every entry's last use.
 
     Returns:
-        The ``order`` of each victim, or None if the rule does not free enough.
+        The victims, or None if the rule does not free enough.
 
     >>> choose_victims("oldest", [], excess_bytes=0, excess_entries=0, now=1)
     []
     """
-    victims: list[int] = []
-    for candidate in _RULES[evict](candidates, now):
-        if excess_bytes <= 0 and excess_entries <= 0:
-            break
-        victims.append(candidate.order)
+    victims: list[_Entry] = []
+    if excess_bytes <= 0 and excess_entries <= 0:
+        return victims
+    for candidate in _in_turn(evict, candidates, now):
+        victims.append(candidate)
         excess_bytes -= candidate.num_bytes
         excess_entries -= 1
-    return victims if excess_bytes <= 0 and excess_entries <= 0 else None
+        if excess_bytes <= 0 and excess_entries <= 0:
+            return victims
+    return None
 
 
 def value_density(candidate: Candidate, now: int) -> float:
@@ -64,21 +69,12 @@ def value_density(candidate: Candidate, now: int) -> float:
     return candidate.cost / (candidate.num_bytes * (now - candidate.last_used))
 
 
-def _oldest(candidates: Iterable[Candidate], now: int) -> Sequence[Candidate]:
-    return sorted(candidates, key=lambda entry: entry.order)
-
-
-def _least_valuable(candidates: Iterable[Candidate], now: int) -> Sequence[Candidate]:
-    # Among equals the oldest goes, so that the same calls always evict the same entries.
-    return sorted(candidates, key=lambda entry: (value_density(entry, now), entry.order))
-
-
-def _refuse(candidates: Iterable[Candidate], now: int) -> Sequence[Candidate]:
-    return ()
-
-
-_RULES: dict[Eviction, Callable[[Iterable[Candidate], int], Sequence[Candidate]]] = {
-    "oldest": _oldest,
-    "least_valuable": _least_valuable,
-    "refuse": _refuse,
-}
+def _in_turn(evict: Eviction, candidates: Iterable[_Entry], now: int) -> Iterable[_Entry]:
+    match evict:
+        case "oldest":
+            return candidates
+        case "least_valuable":
+            # Among equals the oldest goes, so that the same calls always evict the same entries.
+            return sorted(candidates, key=lambda entry: (value_density(entry, now), entry.order))
+        case "refuse":
+            return ()

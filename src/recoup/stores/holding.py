@@ -12,7 +12,7 @@ from torch import Tensor
 from recoup.stores.arrays import Array, array_bytes, copy_array
 from recoup.stores.precision import Codec, Precision, codec_for, float_tensor
 
-__all__ = ["Held", "Place", "hold", "held_bytes"]
+__all__ = ["Held", "Place", "held_bytes", "hold"]
 
 Place: TypeAlias = Literal["same", "host"]
 

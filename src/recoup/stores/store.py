@@ -12,19 +12,18 @@ NOTE [ Store invariants ]
 
 from __future__ import annotations
 
-import math
-import operator
 import threading
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
-from recoup.errors import NotHeldError, StoreError, StoreFullError, UnitRangeError
+from recoup.errors import NotHeldError, StoreError, StoreFullError
 from recoup.sizes import format_bytes, parse_bytes
 from recoup.stores.arrays import Array, why_not_array
 from recoup.stores.eviction import Eviction, choose_victims
 from recoup.stores.holding import Held, Place, held_bytes, hold
-from recoup.stores.precision import Precision, check_precision
+from recoup.stores.precision import Precision
 from recoup.stores.records import EntryInfo, StoreStats
+from recoup.stores.settings import Settings, check_count, checked_cost
 
 __all__ = ["ActivationStore"]
 
@@ -76,15 +75,8 @@ class ActivationStore:
         place: Place = "same",
         num_units: int | None = None,
     ) -> None:
-        _check_choice("evict", evict, get_args(Eviction))
-        _check_choice("place", place, get_args(Place))
-        check_precision(precision)
-        self._budget = None if budget is None else parse_bytes(budget)
-        self._max_entries = _checked_count("max_entries", max_entries)
-        self._num_units = _checked_count("num_units", num_units)
-        self._evict = evict
-        self._precision = precision
-        self._place = place
+        budget_bytes = None if budget is None else parse_bytes(budget)
+        self._settings = Settings(budget_bytes, max_entries, evict, precision, place, num_units)
         self._lock = threading.Lock()
         self._next_order = 0
         self._clock = 0
@@ -113,15 +105,17 @@ class ActivationStore:
 
         After any of these the store is as it was before.
         """
-        unit = self._checked_unit(unit)
+        unit = self._settings.checked_unit(unit)
         problem = why_not_array(array)
         if problem:
             raise StoreError(f"Unit {unit} cannot be stored: {problem}.")
-        cost = _checked_cost(unit, cost)
+        cost = checked_cost(unit, cost)
         with self._lock:
             # Asked first so that an array that will not fit is not copied in vain.
-            self._make_room(unit, held_bytes(array, self._precision))
-        held = hold(array, precision=self._precision, place=self._place, name=f"Unit {unit}")
+            self._make_room(unit, held_bytes(array, self._settings.precision))
+        held = hold(
+            array, precision=self._settings.precision, place=self._settings.place, name=f"Unit {unit}"
+        )
         with self._lock:
             return self._admit(unit, held, cost)
 
@@ -161,9 +155,8 @@ class ActivationStore:
             UnitRangeError: if there is no such unit.
             StoreError: if the number of bytes is negative.
         """
-        unit = self._checked_unit(unit)
-        if _checked_count("num_bytes", num_bytes) is None:
-            raise StoreError("num_bytes must be a whole number, 0 or more; got None.")
+        unit = self._settings.checked_unit(unit)
+        check_count("num_bytes", num_bytes)
         with self._lock:
             if unit in self._entries:
                 self._forget(self._entries[unit], "")
@@ -176,7 +169,7 @@ class ActivationStore:
         Raises:
             UnitRangeError: if there is no such unit.
         """
-        unit = self._checked_unit(unit)
+        unit = self._settings.checked_unit(unit)
         with self._lock:
             entry = self._entries.get(unit)
             if entry is not None:
@@ -198,8 +191,8 @@ class ActivationStore:
             return len(self._entries)
 
     def __repr__(self) -> str:
-        limit = "no budget" if self._budget is None else f"of {format_bytes(self._budget)}"
         stats = self.stats()
+        limit = "no budget" if stats.budget_bytes is None else f"of {format_bytes(stats.budget_bytes)}"
         return f"<ActivationStore: {stats.num_in_memory} entries, {format_bytes(stats.num_bytes)}, {limit}>"
 
     def info(self, unit: int) -> EntryInfo:
@@ -209,7 +202,7 @@ class ActivationStore:
             NotHeldError: if the unit was never stored.
             UnitRangeError: if there is no such unit.
         """
-        unit = self._checked_unit(unit)
+        unit = self._settings.checked_unit(unit)
         with self._lock:
             if unit not in self._infos:
                 raise self._not_held(unit)
@@ -217,13 +210,14 @@ class ActivationStore:
 
     def stats(self) -> StoreStats:
         """Gives the store's figures at this moment."""
+        budget_bytes = self.budget_bytes
         with self._lock:
             return StoreStats(
                 num_created=self._num_created,
                 num_in_memory=len(self._entries),
                 num_bytes=self._num_bytes,
-                budget_bytes=self._budget,
-                utilisation=self._num_bytes / self._budget if self._budget else 0.0,
+                budget_bytes=budget_bytes,
+                utilisation=self._num_bytes / budget_bytes if budget_bytes else 0.0,
                 saved_bytes=sum(self._saved.values()),
                 num_evicted=self._num_evicted,
             )
@@ -241,15 +235,14 @@ class ActivationStore:
     @property
     def budget_bytes(self) -> int | None:
         """The most bytes that may be held, or None."""
-        return self._budget
+        return self._settings.budget_bytes
 
     def _admit(self, unit: int, held: Held, cost: float) -> EntryInfo:
         num_bytes = held.num_bytes
         victims = self._make_room(unit, num_bytes)
         for victim in victims:
-            self._forget(
-                victim, f"it was evicted to make room for unit {unit}. Recompute it, or raise {self._limits}"
-            )
+            advice = f"Recompute it, or raise {self._settings.limits()}"
+            self._forget(victim, f"it was evicted to make room for unit {unit}. {advice}")
         if unit in self._entries:
             self._forget(self._entries[unit], "")
         self._num_evicted += len(victims)
@@ -265,40 +258,29 @@ class ActivationStore:
 
     def _make_room(self, unit: int, num_bytes: int) -> list[_Entry]:
         """Chooses what must leave before an entry of this size comes; changes nothing."""
-        if self._budget is not None and num_bytes > self._budget:
+        budget_bytes, max_entries = self._settings.budget_bytes, self._settings.max_entries
+        if budget_bytes is not None and num_bytes > budget_bytes:
             raise StoreFullError(
                 f"Unit {unit} needs {format_bytes(num_bytes)}, more than the whole budget of "
-                f"{format_bytes(self._budget)}. Raise the budget, or store in fewer bits (precision=…)."
+                f"{format_bytes(budget_bytes)}. Raise the budget, or store in fewer bits (precision=…)."
             )
-        others = [entry for entry in self._entries.values() if entry.unit != unit]
-        free_bytes = self._free_bytes(others)
-        excess_bytes = 0 if free_bytes is None else num_bytes - free_bytes
-        excess_entries = 0 if self._max_entries is None else len(others) + 1 - self._max_entries
+        # What is held for the same unit goes in any case.
+        own = self._entries.get(unit)
+        other_bytes = self._num_bytes - (own.num_bytes if own else 0)
+        num_others = len(self._entries) - (own is not None)
         victims = choose_victims(
-            self._evict, others, excess_bytes=excess_bytes, excess_entries=excess_entries, now=self._clock + 1
+            self._settings.evict,
+            (entry for entry in self._entries.values() if entry is not own),
+            excess_bytes=0 if budget_bytes is None else other_bytes + num_bytes - budget_bytes,
+            excess_entries=0 if max_entries is None else num_others + 1 - max_entries,
+            now=self._clock + 1,
         )
         if victims is None:
-            raise StoreFullError(self._full_message(unit, num_bytes, free_bytes, excess_entries))
-        by_order = {entry.order: entry for entry in others}
-        return [by_order[order] for order in victims]
-
-    def _free_bytes(self, others: list[_Entry]) -> int | None:
-        return None if self._budget is None else self._budget - sum(entry.num_bytes for entry in others)
-
-    def _full_message(self, unit: int, num_bytes: int, free_bytes: int | None, excess_entries: int) -> str:
-        if excess_entries > 0:
-            problem = f"the store is limited to {self._max_entries} entries (max_entries)"
-        else:
-            problem = (
-                f"it needs {format_bytes(num_bytes)} and {format_bytes(free_bytes or 0)} of the budget of "
-                f"{format_bytes(self._budget or 0)} are free"
+            free_bytes = (budget_bytes or 0) - other_bytes
+            raise StoreFullError(
+                self._settings.full_message(unit, num_bytes=num_bytes, free_bytes=free_bytes)
             )
-        fix = (
-            "Raise it"
-            if self._evict != "refuse"
-            else "Raise it, remove something first, or use evict='oldest'"
-        )
-        return f"No room for unit {unit}: {problem}. {fix}."
+        return victims
 
     def _forget(self, entry: _Entry, fate: str) -> None:
         del self._entries[entry.unit]
@@ -307,7 +289,7 @@ class ActivationStore:
         self._fates[entry.unit] = fate
 
     def _find(self, unit: int, order: int | None) -> _Entry:
-        entry = self._entries.get(self._checked_unit(unit))
+        entry = self._entries.get(self._settings.checked_unit(unit))
         if entry is None:
             raise self._not_held(unit)
         if order is not None and entry.order != order:
@@ -318,45 +300,5 @@ class ActivationStore:
         return entry
 
     def _not_held(self, unit: int) -> NotHeldError:
-        return NotHeldError(
-            f"Unit {unit} is not held: {self._fates.get(unit, 'it was never stored. Put it first')}."
-        )
-
-    @property
-    def _limits(self) -> str:
-        budget = None if self._budget is None else f"the budget of {format_bytes(self._budget)}"
-        entries = None if self._max_entries is None else f"max_entries={self._max_entries}"
-        return " or ".join(limit for limit in (budget, entries) if limit)
-
-    def _checked_unit(self, unit: int) -> int:
-        try:
-            number = operator.index(unit)
-        except TypeError:
-            number = -1
-        if number < 0 or isinstance(unit, bool):
-            raise UnitRangeError(f"A unit is a whole number, 0 or more; got {unit!r}.")
-        if self._num_units is not None and number >= self._num_units:
-            raise UnitRangeError(
-                f"Unit {number} is out of range: the store was made for {self._num_units} units, counted from 0. "
-                "Make it with a larger num_units."
-            )
-        return number
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise StoreError(f"There is no {name}={value!r}. Use one of {', '.join(map(repr, choices))}.")
-
-
-def _checked_count(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StoreError(f"{name} must be a whole number, 0 or more; got {value!r}.")
-    return value
-
-
-def _checked_cost(unit: int, cost: Any) -> float:
-    if not isinstance(cost, (int, float)) or not 0 <= cost < math.inf:
-        raise StoreError(f"The cost of unit {unit} must be a finite number, 0 or more; got {cost!r}.")
-    return float(cost)
+        fate = self._fates.get(unit, "it was never stored. Put it first")
+        return NotHeldError(f"Unit {unit} is not held: {fate}.")

@@ -1,0 +1,129 @@
+"""Chains of steps, run forward under a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from recoup.errors import ChainError
+from recoup.manual.memory import Memory
+from recoup.manual.run import Run
+from recoup.manual.steps import Step, call_forward
+from recoup.policies import EveryN, KeepAll, Policy
+from recoup.stores import ActivationStore
+from recoup.stores.arrays import copy_array, why_not_array
+
+__all__ = ["Chain"]
+
+DEFAULT_MAX_ENTRIES = 64
+
+
+class Chain:
+    """Steps that run one after another, each on the result of the one before.
+
+    Args:
+        steps: at least one.
+        enabled: with False every run keeps everything, whatever policy and store it is given.
+
+    Raises:
+        ChainError: if there are no steps, or one of them is no `recoup.manual.Step`.
+
+    >>> import numpy as np
+    >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
+    >>> run = Chain([square] * 3).forward(np.array([2.0]))
+    >>> run.output, run.backward(np.array([1.0])).input, run.num_recomputed
+    (array([256.]), array([1024.]), 2)
+    """
+
+    def __init__(self, steps: Iterable[Step], *, enabled: bool = True) -> None:
+        self.steps = tuple(steps)
+        self.enabled = enabled
+        if not self.steps:
+            raise ChainError("A chain needs at least one step; got none.")
+        for unit, step in enumerate(self.steps):
+            if not isinstance(step, Step):
+                raise ChainError(f"Step {unit} is a {type(step).__name__}. Wrap it: Step(forward, backward).")
+
+    @classmethod
+    def from_layers(
+        cls,
+        layers: Iterable[Any],
+        forward: Callable[[Any, Any], Any],
+        backward: Callable[[Any, Any, Any], Any] | None = None,
+        *,
+        enabled: bool = True,
+    ) -> Chain:
+        """Makes a chain of layers that share one forward and one backward.
+
+        Args:
+            layers: anything; one step each.
+            forward: gives ``y`` for a layer and ``x``.
+            backward: as in `recoup.manual.Step`, with the layer before the other arguments.
+            enabled: as for `Chain`.
+
+        >>> import numpy as np
+        >>> chain = Chain.from_layers([2.0, 5.0], lambda w, x: w * x, lambda w, x, grad_y: (w * grad_y, x * grad_y))
+        >>> chain.forward(np.array([3.0])).backward(np.array([1.0]))
+        Gradients(input=array([10.]), parameters=(array([15.]), array([6.])))
+        """
+        name = getattr(forward, "__name__", type(forward).__name__)
+        return cls(
+            (Step(partial(forward, layer), backward and partial(backward, layer), name) for layer in layers),
+            enabled=enabled,
+        )
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def forward(
+        self,
+        x: Any,
+        *,
+        policy: Policy | None = None,
+        store: ActivationStore | None = None,
+        keep_input: bool = True,
+        costs: Sequence[float] | None = None,
+    ) -> Run:
+        """Runs all steps, holding the inputs that the policy keeps.
+
+        An input for which the store has no room is dropped and counted as saved. In a store with reduced
+        precision, what is recomputed starts from rounded values, and gradients differ accordingly.
+
+        Args:
+            x: the input of the first step, a torch tensor or NumPy array; it is not changed.
+            policy: which steps' inputs to hold; by default every fourth.
+            store: where to hold them; by default a new one of at most 64 entries. Runs may share a store.
+            keep_input: also hold a copy of ``x`` that the store does not count, so that a backward always works.
+            costs: what each step costs to recompute, for policies and stores that ask.
+
+        Raises:
+            ChainError: if ``x`` or what a step returns is no array.
+            PolicyError: if the policy does not suit this chain or these costs.
+            PrecisionError: if the store's precision cannot hold an activation.
+        """
+        problem = why_not_array(x)
+        if problem:
+            raise ChainError(f"The chain's input must be an array: {problem}.")
+        policy, store = self._arrangement(policy, store)
+        kept = policy.keeps(len(self.steps), costs)
+        array = copy_array(x)
+        memory = Memory(store, copy_array(array) if keep_input else None)
+        for unit, step in enumerate(self.steps):
+            if kept[unit]:
+                memory.keep(unit, array, cost=costs[unit] if costs is not None else 0.0)
+            else:
+                memory.drop(unit, array)
+            array = call_forward(step, unit, array)
+        return Run(self.steps, memory, array)
+
+    def _arrangement(
+        self, policy: Policy | None, store: ActivationStore | None
+    ) -> tuple[Policy, ActivationStore]:
+        if not self.enabled:
+            return KeepAll(), ActivationStore()
+        if store is None:
+            store = ActivationStore(
+                max_entries=DEFAULT_MAX_ENTRIES, evict="refuse", num_units=len(self.steps)
+            )
+        return policy or EveryN(), store

@@ -1,0 +1,58 @@
+"""The activations that one run can reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recoup.errors import NotHeldError, StoreFullError
+from recoup.stores import ActivationStore
+from recoup.stores.arrays import array_bytes, copy_array
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """What a run holds: entries of its own in a store that others may use too, and perhaps the chain's input.
+
+    These are the actions that a forward under a policy is made of, and that a schedule can be made of: `keep`,
+    `drop` and `load`, one unit at a time.
+
+    Args:
+        store: where activations go.
+        chain_input: a copy of unit 0's input that no store counts and nothing evicts; None to do without.
+    """
+
+    def __init__(self, store: ActivationStore, chain_input: Any | None) -> None:
+        self._store = store
+        self._chain_input = chain_input
+        # Another run in the same store has its own entries under the same units: the order tells them apart.
+        self._orders: dict[int, int] = {}
+
+    def keep(self, unit: int, array: Any, *, cost: float = 0.0) -> None:
+        """Holds a copy of a unit's input; if the store refuses for want of room, drops it instead."""
+        try:
+            self._orders[unit] = self._store.put(unit, array, cost=cost).order
+        except StoreFullError:
+            self.drop(unit, array)
+
+    def drop(self, unit: int, array: Any) -> None:
+        """Counts a unit's input as saved instead of holding it."""
+        self._orders.pop(unit, None)
+        self._store.drop(unit, array_bytes(array))
+
+    def load(self, unit: int) -> Any | None:
+        """Gives a copy of a unit's input, or None if it is not held."""
+        if unit in self._orders:
+            try:
+                return self._store.get(unit, order=self._orders[unit])
+            except NotHeldError:
+                # Evicted, taken, or replaced by another run: gone for good.
+                del self._orders[unit]
+        if unit == 0 and self._chain_input is not None:
+            return copy_array(self._chain_input)
+        return None
+
+    def held_units(self) -> tuple[int, ...]:
+        """Lists the units that the store still holds for this run, in ascending order."""
+        infos = [self._store.info(unit) for unit in self._orders if unit in self._store]
+        return tuple(sorted(info.unit for info in infos if info.order == self._orders[info.unit]))
