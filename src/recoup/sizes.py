@@ -13,6 +13,7 @@ _FACTORS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -40,9 +41,12 @@ def parse_bytes(size: int | str) -> int:
     match = _PATTERN.fullmatch(size)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise SizeError(f"Cannot read {size!r} as a size. Write a number and a unit: '512B', '64MiB', '8GiB', '8GB'.")
+        raise SizeError(
+            f"Cannot read {size!r} as a size. Write a number and a unit: '512B', '64MiB', '8GiB', '8GB'."
+        )
     whole, _, fraction = match[1].partition(".")
-    return (int(whole + fraction) * factor) // 10 ** len(fraction)
+    denominator: int = 10 ** len(fraction)
+    return int(whole + fraction) * factor // denominator
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -54,11 +58,10 @@ def format_bytes(num_bytes: int) -> str:
     sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
     if size < 1024:
         return f"{sign}{size} B"
-    value, unit = float(size), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        # 1023.5 would print as "1024": such a value belongs to the next unit.
-        if value < 999.5:
-            break
+    exponent = 1
+    # Three digits: 999.5 KiB would print as four, and belongs to the next unit.
+    while size / 1024**exponent >= 999.5 and exponent < len(_UNITS):
+        exponent += 1
+    value = size / 1024**exponent
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{sign}{value:.{digits}f} {unit}"
+    return f"{sign}{value:.{digits}f} {_UNITS[exponent - 1]}"

@@ -107,7 +107,9 @@ def test_only_the_input_is_held() -> None:
 def test_other_device_in_the_replay() -> None:
     x = torch.randn(4, device="cuda", requires_grad=True)
     loss = checkpoint(lambda x: (x.cpu() if recoup.is_replaying() else x).sin().exp().sum(), x * 1)
-    with pytest.raises(recoup.errors.ReplayMismatchError, match=r"on cuda:0 in the forward and is .* on cpu in the replay"):
+    with pytest.raises(
+        recoup.errors.ReplayMismatchError, match=r"on cuda:0 in the forward and is .* on cpu in the replay"
+    ):
         loss.backward()
 
 

@@ -86,17 +86,29 @@ def compare(fn: Any, inputs: list[Tensor], call: Any = checkpoint) -> None:
 
 
 def test_tensors_anywhere_in_the_arguments() -> None:
-    def inner(a: Tensor, pair: Pair, *, state: State, table: dict[str, Any], frozen: Frozen, tagged: Tagged) -> Tensor:
+    def inner(
+        a: Tensor, pair: Pair, *, state: State, table: dict[str, Any], frozen: Frozen, tagged: Tagged
+    ) -> Tensor:
         assert isinstance(pair, Pair)
         assert state.label == "s"
         assert type(tagged) is Tagged
         y = (a.sin() * pair.left.cos()).exp() + pair.right[0].tanh() * state.hidden.sigmoid()
-        return (y * state.history[1].exp() + table["deep"]["er"][0].sin() * frozen.value * tagged["x"].cos()).sin()
+        return (
+            y * state.history[1].exp() + table["deep"]["er"][0].sin() * frozen.value * tagged["x"].cos()
+        ).sin()
 
-    def outer(call: Any, a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, f: Tensor, g: Tensor, h: Tensor) -> Tensor:
+    def outer(
+        call: Any, a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, f: Tensor, g: Tensor, h: Tensor
+    ) -> Tensor:
         state = State(hidden=d, history=[a, e], label="s")
         return call(
-            inner, a * 2, Pair(b, [c]), state=state, table={"deep": {"er": (f, 1)}}, frozen=Frozen(g), tagged=Tagged(x=h)
+            inner,
+            a * 2,
+            Pair(b, [c]),
+            state=state,
+            table={"deep": {"er": (f, 1)}},
+            frozen=Frozen(g),
+            tagged=Tagged(x=h),
         ).sum()
 
     compare(outer, leaves(*[(3,)] * 8))
@@ -265,7 +277,9 @@ def test_non_float_and_complex_tensors() -> None:
     index = torch.tensor([2, 0, 1])
     compare(lambda call, x: call(lambda x, i: x[i].sin(), x, index).sum(), leaves((3, 2)))
     z = torch.randn(3, dtype=torch.complex64, requires_grad=True)
-    compare(lambda call, z: call(lambda z: (z.exp() * z.conj()).abs(), z).sum(), [z], Checkpoint(check="values"))
+    compare(
+        lambda call, z: call(lambda z: (z.exp() * z.conj()).abs(), z).sum(), [z], Checkpoint(check="values")
+    )
 
 
 class ReadsTwice(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -125,10 +126,8 @@ def test_a_failed_backward_leaves_no_cycle() -> None:
     with MemoryTracker() as memory:
         x = leaf()
         loss = checkpoint(fn, x * 1).sum()
-        try:
+        with contextlib.suppress(ValueError):
             loss.backward()
-        except ValueError:
-            pass
         del loss, x
         assert memory.current_bytes == 0
 
@@ -205,7 +204,9 @@ def test_nested_checkpoints_hold_only_the_outermost_input() -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("call", [checkpoint, lambda f, *a: torch_own(f, *a, use_reentrant=False)], ids=["ours", "torch"])
+@pytest.mark.parametrize(
+    "call", [checkpoint, lambda f, *a: torch_own(f, *a, use_reentrant=False)], ids=["ours", "torch"]
+)
 def test_ours_inside_another_checkpoint(call: Any) -> None:
     def block(x: Tensor, pair: tuple[Tensor, ...]) -> Tensor:
         return checkpoint(lambda a, b: (a.sin() * b["k"][0]).exp(), x.cos(), {"k": [pair[0].tanh()]})

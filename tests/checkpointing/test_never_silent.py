@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 import recoup
 from recoup import Checkpoint, checkpoint
-from recoup.errors import CheckpointError, InputChangedError, NothingToCheckpointError, RecoupError, ReplayMismatchError
+from recoup.errors import (
+    CheckpointError,
+    InputChangedError,
+    NothingToCheckpointError,
+    RecoupError,
+    ReplayMismatchError,
+)
 
 
 def fn(x: Tensor, *more: Any, scale: Tensor | None = None, table: Any = None) -> Tensor:
@@ -43,8 +49,18 @@ BATCH = Batch(torch.ones(2), [torch.ones(2), torch.ones(3)])
         ("argument 'x' ", lambda t: (t,), lambda t: {}, lambda t: t),
         ("argument argument 1 ", lambda t: (make(), t), lambda t: {}, lambda t: t),
         ("argument 'scale' ", lambda t: (make(),), lambda t: {"scale": t}, lambda t: t),
-        (r"argument 'table'\['a'\]\[1\] ", lambda t: (make(),), lambda t: {"table": {"a": [1, t]}}, lambda t: t),
-        (r"argument 'table'\.parts\[1\] ", lambda t: (make(),), lambda t: {"table": BATCH}, lambda t: BATCH.parts[1]),
+        (
+            r"argument 'table'\['a'\]\[1\] ",
+            lambda t: (make(),),
+            lambda t: {"table": {"a": [1, t]}},
+            lambda t: t,
+        ),
+        (
+            r"argument 'table'\.parts\[1\] ",
+            lambda t: (make(),),
+            lambda t: {"table": BATCH},
+            lambda t: BATCH.parts[1],
+        ),
         ("argument 'x' ", lambda t: (t,), lambda t: {}, lambda t: t[1:]),  # through a view
     ],
 )
@@ -52,7 +68,9 @@ def test_an_argument_changed_by_the_caller(name: str, args: Any, kwargs: Any, vi
     tensor = make()
     loss = checkpoint(fn, *args(tensor), **kwargs(tensor)).sum()
     changed(victim(tensor))
-    with pytest.raises(InputChangedError, match=rf"fn \(test_never_silent.py:\d+\): {name}was changed in place between"):
+    with pytest.raises(
+        InputChangedError, match=rf"fn \(test_never_silent.py:\d+\): {name}was changed in place between"
+    ):
         loss.backward()
 
 
@@ -63,7 +81,9 @@ def test_an_argument_changed_by_the_function_itself() -> None:
 
     for call in (checkpoint, lambda f, *args: checkpoint(lambda *a: checkpoint(f, *a), *args)):
         loss = call(in_place, make(), torch.ones(4)).sum()
-        with pytest.raises(InputChangedError, match=r"'y' was changed in place by the function itself.*x.clone\(\)"):
+        with pytest.raises(
+            InputChangedError, match=r"'y' was changed in place by the function itself.*x.clone\(\)"
+        ):
             loss.backward()
 
 
@@ -82,7 +102,10 @@ def test_a_parameter_stepped_in_between(which: str) -> None:
     layer(x).sum().backward()
     loss = checkpoint(layer, x).sum()
     optimizer.step()
-    with pytest.raises(InputChangedError, match=rf"parameter '0.{which}' of Sequential \(version \d+ then, \d+ now\).*optimizer"):
+    with pytest.raises(
+        InputChangedError,
+        match=rf"parameter '0.{which}' of Sequential \(version \d+ then, \d+ now\).*optimizer",
+    ):
         loss.backward()
 
 
@@ -123,7 +146,9 @@ def test_a_saved_tensor_changed_in_place_inside() -> None:
     with pytest.raises(RuntimeError, match="inplace"):
         fn(x).sum().backward()
     loss = checkpoint(fn, x).sum()
-    with pytest.raises(InputChangedError, match=r"saved tensor \d of \d .*changed in place after it was saved"):
+    with pytest.raises(
+        InputChangedError, match=r"saved tensor \d of \d .*changed in place after it was saved"
+    ):
         loss.backward()
 
 
@@ -140,9 +165,18 @@ class Unsteady(nn.Module):
 
 
 CHANGES = {
-    "shape": (lambda x, again: (x[:2] if again else x).exp(), r"float32\[4\] on cpu in the forward and is float32\[2\] on cpu"),
-    "dtype": (lambda x, again: (x.double() if again else x).exp(), r"float32\[4\] on cpu in the forward and is float64\[4\] on cpu"),
-    "device": (lambda x, again: (x.to("meta") if again else x).exp(), r"float32\[4\] on cpu in the forward and is float32\[4\] on meta"),
+    "shape": (
+        lambda x, again: (x[:2] if again else x).exp(),
+        r"float32\[4\] on cpu in the forward and is float32\[2\] on cpu",
+    ),
+    "dtype": (
+        lambda x, again: (x.double() if again else x).exp(),
+        r"float32\[4\] on cpu in the forward and is float64\[4\] on cpu",
+    ),
+    "device": (
+        lambda x, again: (x.to("meta") if again else x).exp(),
+        r"float32\[4\] on cpu in the forward and is float32\[4\] on meta",
+    ),
 }
 
 
@@ -166,7 +200,10 @@ def test_fewer_tensors() -> None:
         return x if recoup.is_replaying() else x.exp().cos()
 
     loss = checkpoint(shrinking, make()).sum()
-    with pytest.raises(ReplayMismatchError, match=r"shrinking .*forward saved 3 tensors, the replay only 1; tensor 2, float32\[4\]"):
+    with pytest.raises(
+        ReplayMismatchError,
+        match=r"shrinking .*forward saved 3 tensors, the replay only 1; tensor 2, float32\[4\]",
+    ):
         loss.backward()
 
 
@@ -192,9 +229,13 @@ def drifting(x: Tensor) -> Tensor:
 
 
 def test_values_that_drift() -> None:
-    checkpoint(drifting, make()).sum().backward()  # the metadata are the same: documented, and why "values" exists
+    checkpoint(
+        drifting, make()
+    ).sum().backward()  # the metadata are the same: documented, and why "values" exists
     loss = Checkpoint(check="values")(drifting, make()).sum()
-    with pytest.raises(ReplayMismatchError, match=r"Saved tensor 1 of 1, float32\[4\] on cpu, has other values"):
+    with pytest.raises(
+        ReplayMismatchError, match=r"Saved tensor 1 of 1, float32\[4\] on cpu, has other values"
+    ):
         loss.backward()
 
 
@@ -219,7 +260,9 @@ def test_routing_that_flips() -> None:
 
 
 def test_nothing_to_run_on() -> None:
-    with pytest.raises(NothingToCheckpointError, match=r"given no tensor and its result needs no gradient.*Pass its inputs"):
+    with pytest.raises(
+        NothingToCheckpointError, match=r"given no tensor and its result needs no gradient.*Pass its inputs"
+    ):
         checkpoint(lambda: torch.ones(3))
     with pytest.raises(NothingToCheckpointError, match="given no tensor"):
         checkpoint(lambda scale: {"a": [scale * 2]}, 3)

@@ -15,16 +15,22 @@ from recoup import Checkpoint
 
 WIDTH = 4
 
-LEAVES = st.sampled_from(["sin", "exp", "linear", "dropout", "norm", "inplace", "split", "dict", "frozen", "view"])
+LEAVES = st.sampled_from(
+    ["sin", "exp", "linear", "dropout", "norm", "inplace", "split", "dict", "frozen", "view"]
+)
 PROGRAMS = st.recursive(
     LEAVES,
     lambda children: st.tuples(
-        st.sampled_from(["checkpoint", "sequence", "residual", "pair"]), st.lists(children, min_size=1, max_size=3)
+        st.sampled_from(["checkpoint", "sequence", "residual", "pair"]),
+        st.lists(children, min_size=1, max_size=3),
     ),
     max_leaves=10,
 )
 OPTIONS = st.builds(
-    Checkpoint, early_stop=st.booleans(), check=st.sampled_from(["metadata", "values", "none"]), preserve_rng=st.just(True)
+    Checkpoint,
+    early_stop=st.booleans(),
+    check=st.sampled_from(["metadata", "values", "none"]),
+    preserve_rng=st.just(True),
 )
 
 

@@ -69,7 +69,8 @@ def test_batch_norm_as_an_argument() -> None:
         return checkpoint(apply, fn, x)
 
     models.assert_same(
-        train_twice(lambda module: lambda x: apply(module, x), models.plainly), train_twice(lambda module: module, call)
+        train_twice(lambda module: lambda x: apply(module, x), models.plainly),
+        train_twice(lambda module: module, call),
     )
 
 
@@ -198,7 +199,10 @@ def test_functional_call_swaps_parameters_only_for_the_forward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.call(self.layer, x).sin()
 
-    other = {"layer.0.weight": torch.randn(3, 3, requires_grad=True), "layer.0.bias": torch.randn(3, requires_grad=True)}
+    other = {
+        "layer.0.weight": torch.randn(3, 3, requires_grad=True),
+        "layer.0.bias": torch.randn(3, requires_grad=True),
+    }
     x = torch.randn(2, 3)
     results = []
     for call in (models.plainly, checkpoint):
@@ -254,7 +258,9 @@ def test_preserve_buffers_off_refuses_a_change() -> None:
     x = torch.randn(4, 3, requires_grad=True)
     options(nn.Linear(3, 3), x).sum().backward()
     options(nn.BatchNorm1d(3).eval(), x).sum().backward()
-    with pytest.raises(InputChangedError, match=r"buffer 'num_batches_tracked' of BatchNorm1d .*preserve_buffers=True"):
+    with pytest.raises(
+        InputChangedError, match=r"buffer 'num_batches_tracked' of BatchNorm1d .*preserve_buffers=True"
+    ):
         options(nn.BatchNorm1d(3), x)
 
 

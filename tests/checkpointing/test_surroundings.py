@@ -61,7 +61,9 @@ def test_without_preserve_rng_the_stream_is_left_alone() -> None:
 def test_a_function_without_randomness_never_touches_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, requires_grad=True)
     loss = checkpoint(lambda x: x.sin().exp(), x).sum()
-    monkeypatch.setattr(rng, "_CPU", rng._Source(lambda: pytest.fail("read"), lambda state: pytest.fail("written")))
+    monkeypatch.setattr(
+        rng, "_CPU", rng._Source(lambda: pytest.fail("read"), lambda state: pytest.fail("written"))
+    )
     loss.backward()
 
 

@@ -85,8 +85,13 @@ def test_readable_repr_of_the_backward_node() -> None:
         return F.dropout(x * w, 0.5).sin()
 
     y = checkpoint(noisy, x * 1, w)
-    assert describe(y).startswith("<checkpoint of test_readable_repr_of_the_backward_node.noisy (test_ferrotorch.py:")
-    assert "holds [float32[2, 3], float64[3]], 4 saved tensors to replay, RNG state of 1 generator>" in describe(y)
+    assert describe(y).startswith(
+        "<checkpoint of test_readable_repr_of_the_backward_node.noisy (test_ferrotorch.py:"
+    )
+    assert (
+        "holds [float32[2, 3], float64[3]], 4 saved tensors to replay, RNG state of 1 generator>"
+        in describe(y)
+    )
     nested = checkpoint(lambda x: checkpoint(torch.sin, x.exp()).cos(), x * 1)
     assert describe(nested).count("<checkpoint of") == 2
     assert "held by enclosing hooks" in describe(nested)

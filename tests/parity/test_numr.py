@@ -66,7 +66,9 @@ def test_calling_with_nothing_to_run_on_is_an_error() -> None:
 
 def test_beyond_keyword_and_nested_arguments_and_several_outputs() -> None:
     x, y = scalar(2.0), scalar(5.0)
-    out = checkpoint(lambda pair, *, k: {"product": pair[0] * k["y"], "sum": pair[0] + k["y"]}, (x, 1), k={"y": y})
+    out = checkpoint(
+        lambda pair, *, k: {"product": pair[0] * k["y"], "sum": pair[0] + k["y"]}, (x, 1), k={"y": y}
+    )
     (out["product"] * 3 + out["sum"]).backward()
     assert (x.grad, y.grad) == (16, 7)
 

@@ -91,7 +91,8 @@ def checkpoint(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     >>> x.grad
     tensor(6.)
     """
-    return _run(_DEFAULT, fn, args, kwargs)
+    output: T = _run(_DEFAULT, fn, args, kwargs)
+    return output
 
 
 def torch_checkpoint(
@@ -179,14 +180,16 @@ def _traced(
     def bound(*args: Any) -> Any:  # keyword arguments of fn that torch would take for its own options
         return fn(*args, **kwargs)
 
-    more = {} if context_fn is None else {"context_fn": context_fn}
+    more: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     return torch.utils.checkpoint.checkpoint(
         bound, *args, use_reentrant=False, preserve_rng_state=options.preserve_rng, **more
     )
 
 
 def _not_callable(fn: Any) -> TypeError:
-    return TypeError(f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got {fn!r} as function.")
+    return TypeError(
+        f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got {fn!r} as function."
+    )
 
 
 def _needs_grad(output: Any) -> bool:

@@ -72,7 +72,7 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors: list[Tensor] = []
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._is_flat = hooks is None and _collect(args, tensors) and _collect(kwargs.values(), tensors)
         """The usual call: tensors and plain values, held as they are. Nothing to take apart."""
         self._args: Any = args
@@ -178,7 +178,9 @@ def _take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, (list, tuple)):
-        return _Container(value, tuple(range(len(value))), [_take_apart(item, tensors, others) for item in value])
+        return _Container(
+            value, tuple(range(len(value))), [_take_apart(item, tensors, others) for item in value]
+        )
     if isinstance(value, (dict, UserDict)):
         children = [_take_apart(item, tensors, others) for item in value.values()]
         return _Container(value, tuple(value), children)

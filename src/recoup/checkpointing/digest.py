@@ -27,9 +27,9 @@ def digest(tensor: Tensor) -> Tensor | None:
             tensor = torch.view_as_real(tensor.resolve_conj())
         flat = tensor.detach().resolve_neg().contiguous().view(-1)
         bits = flat.view(_BITS[flat.element_size()])
-        num_rows, rest = divmod(bits.numel(), _COLUMNS)
+        num_rows = bits.numel() // _COLUMNS
         table, tail = bits[: num_rows * _COLUMNS].view(num_rows, _COLUMNS), bits[num_rows * _COLUMNS :]
-        return torch.stack((_weighted(table.sum(0)), _weighted(table.sum(1)), _weighted(tail), tail.new_full((), rest, dtype=torch.int64)))
+        return torch.stack((_weighted(table.sum(0)), _weighted(table.sum(1)), _weighted(tail)))
 
 
 def _weighted(sums: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["Frame", "Sought", "seeking"]
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
-_queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+_queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 _NO_TASK = -1
 
 
@@ -76,9 +78,14 @@ def seeking() -> Iterator[None]:
         _seeking.active = False
 
 
-class _Leaf(NamedTuple):
-    tensor: Tensor
-    version: int
+class _Leaf:
+    """A leaf that needs a gradient, held as it is."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
 
 
 class _Lasting(dict[int, Tensor]):
@@ -140,7 +147,7 @@ class Frame:
         record = (len(records), tensor.shape, tensor.dtype, tensor.device)
         records.append(record)
         if tensor.is_leaf and tensor.requires_grad:
-            return _Leaf(tensor, tensor._version)
+            return _Leaf(tensor)
         return record
 
     def pack_with_digest(self, tensor: Tensor) -> Record | _Leaf:
@@ -150,7 +157,7 @@ class Frame:
 
     def unpack(self, packed: Record | _Leaf) -> Tensor:
         """Autograd needs a saved tensor back."""
-        if type(packed) is _Leaf:
+        if isinstance(packed, _Leaf):
             return self._unpack_leaf(packed)
         position = packed[0]
         # No lock for what is there: taking an entry out of a dictionary is atomic.
@@ -207,7 +214,9 @@ class Frame:
                 stack.enter_context(self._replay_context)
             return self._run_again(args, kwargs)
 
-    def _run_again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[int, Tensor], dict[int, int]]:
+    def _run_again(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[dict[int, Tensor], dict[int, int]]:
         return replay(
             self.fn,
             args,

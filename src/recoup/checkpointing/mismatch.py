@@ -15,8 +15,18 @@ from torch.nn import Module
 
 from recoup.errors import InputChangedError, ReplayMismatchError
 
-__all__ = ["Record", "changed_argument", "changed_saved", "changed_state", "describe_function", "parameter_names"]
-__all__ += ["saved_otherwise", "saved_too_few", "saved_too_many", "values_drifted"]
+__all__ = [
+    "Record",
+    "changed_argument",
+    "changed_saved",
+    "changed_state",
+    "describe_function",
+    "parameter_names",
+    "saved_otherwise",
+    "saved_too_few",
+    "saved_too_many",
+    "values_drifted",
+]
 
 Record: TypeAlias = tuple[int, torch.Size, torch.dtype, torch.device]
 """What the forward notes of a saved tensor: its position, shape, dtype and device."""
@@ -121,7 +131,7 @@ def values_drifted(fn: Any, record: Record, num_saved: int) -> ReplayMismatchErr
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {position + 1} of {num_saved},"
         f" {_describe(shape, dtype, device)}, has other values than in the forward{_operation(fn)}.\n{_CAUSES}\n"
-        "Operations that are not deterministic on this device also show up here: see torch.use_deterministic_algorithms."
+        "Operations that are not deterministic on this device show up too: torch.use_deterministic_algorithms(True)."
     )
 
 
@@ -137,7 +147,8 @@ def _place(fn: Any) -> str:
 def _operation(fn: Any) -> str:
     """Says where the running operation stands: the user's line, and the innermost module around it."""
     frame: FrameType | None = sys._getframe(2)
-    line, modules = "", []
+    line = ""
+    modules: list[Module] = []
     while frame is not None:
         if not line and not _is_internal(frame):
             line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

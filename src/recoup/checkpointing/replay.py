@@ -130,7 +130,9 @@ def replay(
     # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
     result, values = values, {}
     if last not in result:
-        missing = next(position for position in range(num_records) if wanted[position] and position not in result)
+        missing = next(
+            position for position in range(num_records) if wanted[position] and position not in result
+        )
         raise mismatch.saved_too_few(fn, records[missing], num_records, num_saved)
     if check and complete and num_saved > num_records:
         raise mismatch.saved_too_many(fn, num_records, num_saved)
@@ -143,4 +145,3 @@ def _compare_content(
     now = digest(tensor)
     if then is not None and now is not None and not torch.equal(then, now):
         raise mismatch.values_drifted(fn, record, num_saved)
-

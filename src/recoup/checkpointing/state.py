@@ -181,7 +181,9 @@ class FunctionState:
         version = {id(tensor): before for tensor, before in zip(self._tensors, self._versions, strict=True)}
         held: set[int] = set()
         for group in self._buffers:
-            moved = [buffer for buffer in group if id(buffer) in version and buffer._version != version[id(buffer)]]
+            moved = [
+                buffer for buffer in group if id(buffer) in version and buffer._version != version[id(buffer)]
+            ]
             if moved and not self._copies:
                 raise InputChangedError(
                     f"The checkpointed function changes {self._name(moved[0])} and preserve_buffers is off,"
@@ -214,7 +216,10 @@ class FunctionState:
                 return f"the captured tensor {name!r}"
             if isinstance(root, Module):
                 prefix = f"{name}." if name else ""
-                for kind, members in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+                for kind, members in (
+                    ("parameter", root.named_parameters()),
+                    ("buffer", root.named_buffers()),
+                ):
                     for path, member in members:
                         if member is tensor:
                             return f"{kind} {prefix + path!r} of {type(root).__name__}"
@@ -248,4 +253,3 @@ _MISSING = object()
 def _is_sharded(value: Any) -> bool:
     # By name: importing torch.distributed.tensor costs a second that most users never need.
     return type(value).__name__ == "DTensor"
-

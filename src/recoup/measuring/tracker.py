@@ -30,7 +30,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -40,7 +40,11 @@ class MemoryTracker(TorchDispatchMode):
         self.peak_bytes = self.current_bytes
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs the operation and counts the storages that it made."""
         for value in tree_iter((args, kwargs)):
