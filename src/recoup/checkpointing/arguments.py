@@ -73,7 +73,7 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors: list[Tensor] = []
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._is_flat = hooks is None and _collect(args, tensors) and _collect(kwargs.values(), tensors)
+        self._is_flat = hooks is None and _collect((*args, *kwargs.values()) if kwargs else args, tensors)
         """The usual call: tensors and plain values, held as they are. Nothing to take apart."""
         self._args: Any = args
         self._kwargs: Any = kwargs

@@ -38,7 +38,7 @@ from recoup.checkpointing import mismatch
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.digest import digest
 from recoup.checkpointing.environment import Environment
-from recoup.checkpointing.mismatch import Record
+from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.checkpointing.replay import replay
 from recoup.checkpointing.state import FunctionState
 
@@ -144,7 +144,7 @@ class Frame:
     def pack(self, tensor: Tensor) -> Record | _Leaf:
         """Autograd saves a tensor in the forward: note its kind, let go of it."""
         records = self._records
-        record = (len(records), tensor.shape, tensor.dtype, tensor.device)
+        record = (len(records), kind_of(tensor))
         records.append(record)
         if tensor.is_leaf and tensor.requires_grad:
             return _Leaf(tensor)
@@ -192,8 +192,9 @@ class Frame:
                     self._values = _Lasting(self._values)
                 else:
                     self._task = task
-                    # Weakly: the callback lives until the backward ends, the frame should not.
-                    _queue_callback(partial(_forget, weakref.ref(self)))
+                    if len(self._values) > 1:
+                        # Weakly: the callback lives until the backward ends, the frame should not.
+                        _queue_callback(partial(_forget, weakref.ref(self)))
             return self._values.pop(position)
 
     def forget(self) -> None:
@@ -217,15 +218,7 @@ class Frame:
     def _run_again(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[int, Tensor], dict[int, int]]:
-        return replay(
-            self.fn,
-            args,
-            kwargs,
-            options=self._options,
-            records=self._records,
-            digests=self._digests,
-            complete=self._settled,
-        )
+        return replay(self.fn, args, kwargs, self._options, self._records, self._digests, self._settled)
 
     def _refuse_stale(self) -> None:
         slot = self._arguments.first_stale()

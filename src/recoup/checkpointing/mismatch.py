@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -16,11 +18,13 @@ from torch.nn import Module
 from recoup.errors import InputChangedError, ReplayMismatchError
 
 __all__ = [
+    "Kind",
     "Record",
     "changed_argument",
     "changed_saved",
     "changed_state",
     "describe_function",
+    "kind_of",
     "parameter_names",
     "saved_otherwise",
     "saved_too_few",
@@ -28,8 +32,11 @@ __all__ = [
     "values_drifted",
 ]
 
-Record: TypeAlias = tuple[int, torch.Size, torch.dtype, torch.device]
-"""What the forward notes of a saved tensor: its position, shape, dtype and device."""
+Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+Record: TypeAlias = tuple[int, Kind]
+"""What the forward notes of a saved tensor: its position and its kind."""
+
+kind_of: Callable[[Tensor], Kind] = attrgetter("shape", "dtype", "device")
 
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
 
@@ -100,20 +107,20 @@ def changed_saved(fn: Any, what: str) -> InputChangedError:
 
 def saved_otherwise(fn: Any, record: Record, tensor: Tensor, num_saved: int) -> ReplayMismatchError:
     """The replay saved a tensor of another kind at a position. Call it while the operation runs."""
-    position, shape, dtype, device = record
+    position, kind = record
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {position + 1} of {num_saved}"
-        f" was {_describe(shape, dtype, device)} in the forward and is"
-        f" {_describe(tensor.shape, tensor.dtype, tensor.device)} in the replay{_operation(fn)}.\n{_CAUSES}"
+        f" was {_describe(kind)} in the forward and is"
+        f" {_describe(kind_of(tensor))} in the replay{_operation(fn)}.\n{_CAUSES}"
     )
 
 
 def saved_too_few(fn: Any, record: Record, num_saved: int, num_replayed: int) -> ReplayMismatchError:
     """The replay ended before it saved a tensor that the backward needs."""
-    position, shape, dtype, device = record
+    position, kind = record
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. The forward saved {num_saved} tensors, the"
-        f" replay only {num_replayed}; tensor {position + 1}, {_describe(shape, dtype, device)}, is missing.\n{_CAUSES}"
+        f" replay only {num_replayed}; tensor {position + 1}, {_describe(kind)}, is missing.\n{_CAUSES}"
     )
 
 
@@ -127,15 +134,16 @@ def saved_too_many(fn: Any, num_saved: int, num_replayed: int) -> ReplayMismatch
 
 def values_drifted(fn: Any, record: Record, num_saved: int) -> ReplayMismatchError:
     """The replay saved a tensor of the right kind with other content. Call it while the operation runs."""
-    position, shape, dtype, device = record
+    position, kind = record
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {position + 1} of {num_saved},"
-        f" {_describe(shape, dtype, device)}, has other values than in the forward{_operation(fn)}.\n{_CAUSES}\n"
+        f" {_describe(kind)}, has other values than in the forward{_operation(fn)}.\n{_CAUSES}\n"
         "Operations that are not deterministic on this device show up too: torch.use_deterministic_algorithms(True)."
     )
 
 
-def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+def _describe(kind: Kind) -> str:
+    shape, dtype, device = kind
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 

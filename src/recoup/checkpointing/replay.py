@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from recoup.checkpointing import mismatch
 from recoup.checkpointing.digest import digest
-from recoup.checkpointing.mismatch import Record
+from recoup.checkpointing.mismatch import Record, kind_of
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
@@ -54,7 +55,6 @@ def replay(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    *,
     options: Checkpoint,
     records: list[Record],
     digests: list[Tensor | None],
@@ -76,6 +76,31 @@ def replay(
     Raises:
         ReplayMismatchError: it saved other tensors than the forward.
     """
+    careful = partial(_inspect, fn, records, digests) if options.check == "values" else None
+    values, versions, num_saved = _run(fn, args, kwargs, records, options.early_stop, careful)
+    # All at once, after the run: in the hook, between operations, the same costs twice as much.
+    if options.check == "metadata":
+        expected = [records[position][1] for position in values]
+        if list(map(kind_of, values.values())) != expected:
+            # Once more, carefully: this raises where it happens and can say where that is.
+            _run(fn, args, kwargs, records, options.early_stop, partial(_inspect, fn, records, digests))
+            wrong = next(
+                position for position, tensor in values.items() if kind_of(tensor) != records[position][1]
+            )
+            raise mismatch.saved_otherwise(fn, records[wrong], values[wrong], len(records))
+    if num_saved > len(records) and complete and options.check != "none":
+        raise mismatch.saved_too_many(fn, len(records), num_saved)
+    return values, versions
+
+
+def _run(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    records: list[Record],
+    early_stop: bool,
+    inspect: Callable[[int, Tensor], None] | None,
+) -> tuple[dict[int, Tensor], dict[int, int], int]:
     values: dict[int, Tensor] = {}
     versions: dict[int, int] = {}
     wanted = [count > _UNWANTED for count in map(getrefcount, records)]
@@ -83,20 +108,17 @@ def replay(
     last = num_records - 1
     while not wanted[last]:
         last -= 1
-    stop_at = last if options.early_stop else None
-    check, check_values = options.check != "none", options.check == "values"
+    stop_at = last if early_stop else None
 
     # A closure: it runs for every saved tensor, and local variables are fast.
     def pack(tensor: Tensor) -> int | Tensor:
         nonlocal num_saved
         position = num_saved
-        num_saved += 1
+        num_saved = position + 1
         if position >= num_records:
             return tensor.detach()
-        if check and (position, tensor.shape, tensor.dtype, tensor.device) != records[position]:
-            raise mismatch.saved_otherwise(fn, records[position], tensor, num_records)
-        if check_values:
-            _compare_content(fn, records[position], digests[position], tensor, num_records)
+        if inspect is not None:
+            inspect(position, tensor)
         if not wanted[position]:
             return tensor.detach()
         values[position] = tensor
@@ -130,18 +152,23 @@ def replay(
     # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
     result, values = values, {}
     if last not in result:
-        missing = next(
-            position for position in range(num_records) if wanted[position] and position not in result
-        )
+        missing = next(position for position, want in enumerate(wanted) if want and position not in result)
         raise mismatch.saved_too_few(fn, records[missing], num_records, num_saved)
-    if check and complete and num_saved > num_records:
-        raise mismatch.saved_too_many(fn, num_records, num_saved)
-    return result, versions
+    return result, versions, num_saved
 
 
-def _compare_content(
-    fn: Callable[..., Any], record: Record, then: Tensor | None, tensor: Tensor, num_saved: int
+def _inspect(
+    fn: Callable[..., Any],
+    records: list[Record],
+    digests: Sequence[Tensor | None],
+    position: int,
+    tensor: Tensor,
 ) -> None:
-    now = digest(tensor)
+    """Compares one tensor with what the forward noted, while the operation that saves it runs."""
+    record = records[position]
+    if kind_of(tensor) != record[1]:
+        raise mismatch.saved_otherwise(fn, record, tensor, len(records))
+    then = digests[position] if digests else None
+    now = digest(tensor) if then is not None else None
     if then is not None and now is not None and not torch.equal(then, now):
-        raise mismatch.values_drifted(fn, record, num_saved)
+        raise mismatch.values_drifted(fn, record, len(records))
