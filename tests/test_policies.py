@@ -41,8 +41,8 @@ COSTS = [7.0, 1.0, 4.0, 2.5, 11.0, 0.0, 3.0]
         (Selective(), (F, F, F, F, F, F, F), (T, T, T, T, T, T, F)),
         (UniformSegments(2), (T, F, F, T, F, F, F), (T, T, T, T, T, T, T)),
         (UniformSegments(8), (T, T, T, T, T, T, T), (F, F, F, F, F, F, F)),
-        # 7+1+4 | 2.5+11 | 0+3 holds at most 13.5; no other three-way cut does better.
-        (BalancedSegments(3), (T, F, F, T, F, T, F), (T, T, T, T, T, T, T)),
+        # 7+1+4 | 2.5+11+0 | 3 costs at most 13.5; no other three-way cut does better.
+        (BalancedSegments(3), (T, F, F, T, F, F, T), (T, T, T, T, T, T, T)),
         (Segments([(1, 3), (5, 6)]), (T, T, F, F, T, T, F), (F, T, T, T, F, T, T)),
         (Segments([]), (T, T, T, T, T, T, T), (F, F, F, F, F, F, F)),
     ],
@@ -89,7 +89,7 @@ def test_balanced_segments_match_brute_force(costs: list[float], data: st.DataOb
 
 
 def test_balanced_segments_compare_sums_exactly() -> None:
-    # In floating point both cuts look equal: 1e16 + 1 rounds to 1e16.
+    # In floating point a cut after unit 2 looks as good: 1 + 1e16 + 1 rounds to 1e16.
     costs = [1.0, 1e16, 1.0, 1.0]
     assert BalancedSegments(2).segments(4, costs) == ((0, 1), (2, 3))
     assert costliest(((0, 1), (2, 3)), costs) == 10**16 + 1

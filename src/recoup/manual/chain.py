@@ -63,7 +63,9 @@ class Chain:
             enabled: as for `Chain`.
 
         >>> import numpy as np
-        >>> chain = Chain.from_layers([2.0, 5.0], lambda w, x: w * x, lambda w, x, grad_y: (w * grad_y, x * grad_y))
+        >>> def backward(w, x, grad_y):
+        ...     return w * grad_y, x * grad_y
+        >>> chain = Chain.from_layers([2.0, 5.0], lambda w, x: w * x, backward)
         >>> chain.forward(np.array([3.0])).backward(np.array([1.0]))
         Gradients(input=array([10.]), parameters=(array([15.]), array([6.])))
         """
@@ -93,12 +95,13 @@ class Chain:
         Args:
             x: the input of the first step, a torch tensor or NumPy array; it is not changed.
             policy: which steps' inputs to hold; by default every fourth.
-            store: where to hold them; by default a new one of at most 64 entries. Runs may share a store.
-            keep_input: also hold a copy of ``x`` that the store does not count, so that a backward always works.
+            store: where to hold them; by default a new one of at most 64 entries. Runs may share a store: an
+                entry that a later run replaced is recomputed, never mistaken.
+            keep_input: also hold a copy of ``x`` that the store does not count: a backward always works.
             costs: what each step costs to recompute, for policies and stores that ask.
 
         Raises:
-            ChainError: if ``x`` or what a step returns is no array.
+            ChainError: if ``x`` or what a step returns is no array, or the policy is none.
             PolicyError: if the policy does not suit this chain or these costs.
             PrecisionError: if the store's precision cannot hold an activation.
         """
@@ -123,7 +126,9 @@ class Chain:
         if not self.enabled:
             return KeepAll(), ActivationStore()
         if store is None:
-            store = ActivationStore(
-                max_entries=DEFAULT_MAX_ENTRIES, evict="refuse", num_units=len(self.steps)
-            )
-        return policy or EveryN(), store
+            num_units = len(self.steps)
+            store = ActivationStore(max_entries=DEFAULT_MAX_ENTRIES, evict="refuse", num_units=num_units)
+        policy = EveryN() if policy is None else policy
+        if not isinstance(policy, Policy):
+            raise ChainError(f"{policy!r} is no policy. Use one of recoup.policies, such as EveryN(4).")
+        return policy, store

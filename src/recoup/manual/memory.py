@@ -14,8 +14,8 @@ __all__ = ["Memory"]
 class Memory:
     """What a run holds: entries of its own in a store that others may use too, and perhaps the chain's input.
 
-    These are the actions that a forward under a policy is made of, and that a schedule can be made of: `keep`,
-    `drop` and `load`, one unit at a time.
+    `keep`, `drop` and `load` act on one unit at a time. Together with running a step forward or backward they
+    are all that a run is made of, so a schedule can drive them as well as a policy does.
 
     Args:
         store: where activations go.
@@ -42,14 +42,15 @@ class Memory:
 
     def load(self, unit: int) -> Any | None:
         """Gives a copy of a unit's input, or None if it is not held."""
+        # Before the store, whose copy may have fewer bits.
+        if unit == 0 and self._chain_input is not None:
+            return copy_array(self._chain_input)
         if unit in self._orders:
             try:
                 return self._store.get(unit, order=self._orders[unit])
             except NotHeldError:
                 # Evicted, taken, or replaced by another run: gone for good.
                 del self._orders[unit]
-        if unit == 0 and self._chain_input is not None:
-            return copy_array(self._chain_input)
         return None
 
     def held_units(self) -> tuple[int, ...]:

@@ -35,11 +35,11 @@ class Run:
 
     NOTE [ What is run again ]
 
-    1. The backward of a unit needs that unit's input. If it is not held, the units from the nearest held input
-       before it are run again.
-    2. The inputs met on the way are set aside until their own backward has used them, so a backward runs every
-       unit again at most once as long as nothing is evicted meanwhile. At most one such stretch is alive at a
-       time: between two held inputs, everything.
+    1. The backward of a unit needs that unit's input. If it is not held, the units from the nearest held
+       input before it are run again.
+    2. The inputs met on the way are set aside, outside the store, until their own backward has used them. So
+       a backward runs every unit again at most once, unless something is evicted meanwhile. One such stretch
+       is alive at a time: at worst all inputs between two held ones.
     3. What is held stays held: another backward, or `activation`, starts from it again.
 
     Attributes:
@@ -69,12 +69,11 @@ class Run:
             UnitRangeError: if the chain has no such unit.
             NotHeldError: if nothing is held at or before it.
         """
-        number = operator.index(unit)
-        if not 0 <= number < len(self._steps):
+        if unit not in range(len(self._steps)):
             raise UnitRangeError(
-                f"Unit {unit} is out of range: the chain has {len(self._steps)}, counted from 0."
+                f"Unit {unit!r} is out of range: the chain has {len(self._steps)} units, counted from 0."
             )
-        return self._reach(number, {}, set_aside=False)
+        return self._reach(operator.index(unit), {}, set_aside=False)
 
     def backward(self, grad_output: Any) -> Gradients:
         """Passes a gradient back through all steps.
@@ -106,7 +105,7 @@ class Run:
         """Gives an input that the caller may change, running again what lies between it and a held one."""
         start, array = self._nearest(unit, aside)
         for current in range(start, unit):
-            # The entry at the start is in the store, which handed out a copy; only what is new is set aside.
+            # The entry at the start is in the store, which gave a copy; only what is new is set aside.
             if set_aside and current > start:
                 aside[current] = array
                 array = copy_array(array)

@@ -25,8 +25,8 @@ class Step:
 
     Attributes:
         forward: gives ``y`` for ``x``.
-        backward: gives the gradient of ``x`` for ``x`` and the gradient of ``y``, or a pair: that gradient, and
-            anything that stands for the gradient of the step's parameters. None for a step that only runs forward.
+        backward: gives the gradient of ``x`` for ``x`` and the gradient of ``y``, or a pair: that, and
+            anything that stands for the gradient of the step's parameters. None if it only runs forward.
         name: what errors call it; by default the name of the forward.
 
     >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y, name="square")
@@ -77,17 +77,15 @@ def call_backward(step: Step, unit: int, array: Any, grad_output: Any) -> tuple[
         ChainError: if the step has no backward, or what it returns is no gradient of its input.
     """
     if step.backward is None:
-        raise ChainError(
-            f"The backward needs one for {step.label(unit)}, which has none. Give it: Step(f, backward)."
-        )
+        raise ChainError(f"There is no backward for {step.label(unit)}. Give one: Step(forward, backward).")
     shape = tuple(array.shape)
     with _naming(f"backward of {step.label(unit)}"), torch.no_grad():
         result = step.backward(array, grad_output)
     is_pair = isinstance(result, tuple)
     if is_pair and len(result) != 2:
         raise ChainError(
-            f"The backward of {step.label(unit)} returned {len(result)} values. Return the gradient of the input, "
-            "or a pair: that and the gradient of the parameters."
+            f"The backward of {step.label(unit)} returned {len(result)} values. Return the gradient of the "
+            "input, or a pair: that and the gradient of the parameters."
         )
     grad_input, grad_parameters = result if is_pair else (result, None)
     problem = why_not_array(grad_input)
@@ -97,8 +95,8 @@ def call_backward(step: Step, unit: int, array: Any, grad_output: Any) -> tuple[
         )
     if tuple(grad_input.shape) != shape:
         raise ChainError(
-            f"The backward of {step.label(unit)} gave a gradient of shape {tuple(grad_input.shape)} for an input of "
-            f"shape {shape}. The shapes must be equal."
+            f"The backward of {step.label(unit)} gave a gradient of shape {tuple(grad_input.shape)} for an "
+            f"input of shape {shape}. The shapes must be equal."
         )
     # Both gradients of a pair may be one array (adding a bias), which the next backward may change in place.
     return copy_array(grad_input) if is_pair else dense(grad_input), grad_parameters
