@@ -29,13 +29,15 @@ def train_twice(make: Any, call: Any) -> dict[str, Tensor]:
     return {**module.state_dict(), **{f"{name}.grad": p.grad for name, p in module.named_parameters()}}
 
 
-class Holder:
+class Owner:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def run(self, x: Tensor) -> Tensor:
         return self.module(x).sin()
 
+
+class Holder(Owner):
     def __call__(self, x: Tensor) -> Tensor:
         return self.module(x).sin()
 
@@ -47,7 +49,7 @@ def apply(module: nn.Module, x: Tensor) -> Tensor:
 WAYS = {
     "the function": lambda module: module,
     "bound self": lambda module: module.forward,
-    "bound self of an object": lambda module: Holder(module).run,
+    "bound self of an object": lambda module: Owner(module).run,
     "callable object": lambda module: Holder(module),
     "partial": lambda module: partial(apply, module),
     "partial keyword": lambda module: partial(lambda x, m: apply(m, x), m=module),
@@ -62,6 +64,17 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_batch_norm_statistics(way: str) -> None:
     models.assert_same(train_twice(WAYS[way], models.plainly), train_twice(WAYS[way], checkpoint))
+
+
+def test_captured_containers_may_hold_themselves() -> None:
+    layers: list[Any] = [nn.Linear(4, 4)]
+    layers.append(layers)
+    x = torch.randn(2, 4, requires_grad=True)
+    loss = checkpoint(lambda x: layers[0](x).sin(), x).sum()
+    with torch.no_grad():
+        layers[0].bias.add_(1)
+    with pytest.raises(InputChangedError, match=r"parameter 'layers\[0\].bias' of Linear"):
+        loss.backward()
 
 
 def test_batch_norm_as_an_argument() -> None:

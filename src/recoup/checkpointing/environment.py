@@ -12,6 +12,13 @@ from recoup.checkpointing.rng import RandomState
 
 __all__ = ["Environment"]
 
+_get_deterministic = torch._C._get_deterministic_algorithms
+_get_warn_only = torch._C._get_deterministic_algorithms_warn_only
+_get_cudnn_deterministic = torch._C._get_cudnn_deterministic
+_get_cudnn_benchmark = torch._C._get_cudnn_benchmark
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_count_function_modes = torch._C._len_torch_function_stack
+
 
 class Environment:
     """The surroundings of a forward, to be entered again by its replay."""
@@ -67,12 +74,12 @@ def _read_settings() -> tuple[bool, bool, bool, bool, bool, int]:
     be a default device). The C functions: the attributes of torch.backends cost ten times as much.
     """
     return (
-        torch._C._get_deterministic_algorithms(),
-        torch._C._get_deterministic_algorithms_warn_only(),
-        torch._C._get_cudnn_deterministic(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._is_any_autocast_enabled(),
-        torch._C._len_torch_function_stack(),
+        _get_deterministic(),
+        _get_warn_only(),
+        _get_cudnn_deterministic(),
+        _get_cudnn_benchmark(),
+        _is_any_autocast_enabled(),
+        _count_function_modes(),
     )
 
 

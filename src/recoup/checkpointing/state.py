@@ -4,7 +4,7 @@ NOTE [ The replay sees what the forward saw ]
 
 1. Reachable are: the function itself if it is a module, its bound ``self``, a partial's function and
    arguments, closure cells, defaults, the globals it names, and modules and functions among the call's
-   arguments.
+   arguments; in lists, tuples and dicts of up to 1,000 items, and in the attributes of a bound or callable object.
 2. A module is four dictionaries (attributes, parameters, buffers, children). Their entries are noted before
    the forward. For the replay, entries that differ are put back, and afterwards what stood there before the
    replay. So a flag, a counter, a cached tensor, ``eval()`` in between or a swapped parameter cannot mislead
@@ -37,6 +37,7 @@ __all__ = ["FunctionState"]
 
 _SMALL_BYTES = 64 * 1024
 _REACHED = (Module, Tensor, torch.Generator)
+_MOST_ITEMS = 1000
 _OPAQUE = (BuiltinFunctionType, type)
 
 
@@ -83,26 +84,36 @@ class FunctionState:
             self._roots.append((name, value))
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
-        elif isinstance(value, MethodType):
-            self._find(name, value.__self__, seen)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            self._find_inside(name, value, seen)
+
+    def _find_inside(self, name: str, value: Any, seen: set[int]) -> None:
+        if isinstance(value, MethodType):
             self._find(name, value.__func__, seen)
+            owner = value.__self__
+            self._find(name, owner, seen) if isinstance(owner, _REACHED) else self._find_attributes(
+                name, owner, seen
+            )
         elif isinstance(value, functools.partial):
             self._find(name, value.func, seen)
             for index, item in enumerate(value.args):
                 self._find(f"{name}argument {index}", item, seen)
             for key, item in value.keywords.items():
                 self._find(key, item, seen)
-        elif type(value) in (list, tuple):
+        elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
             for index, item in enumerate(value):
                 self._find(f"{name}[{index}]", item, seen)
-        elif type(value) is dict:
+        elif type(value) is dict and len(value) <= _MOST_ITEMS:
             for key, item in value.items():
                 self._find(f"{name}[{key!r}]", item, seen)
-        elif callable(value) and not isinstance(value, _OPAQUE) and id(value) not in seen:
-            seen.add(id(value))
-            for key, item in getattr(value, "__dict__", {}).items():
-                if isinstance(item, _REACHED):
-                    self._find(f"{name}.{key}", item, seen)
+        elif callable(value) and not isinstance(value, _OPAQUE):
+            self._find_attributes(name, value, seen)
+
+    def _find_attributes(self, name: str, owner: object, seen: set[int]) -> None:
+        for key, item in getattr(owner, "__dict__", {}).items():
+            if isinstance(item, _REACHED):
+                self._find(f"{name}.{key}", item, seen)
 
     def _find_captured(self, fn: FunctionType, seen: set[int]) -> None:
         code = fn.__code__
