@@ -344,8 +344,8 @@ def _validate_references(unit: Unit, *, index: int, known: set[str]) -> None:
     for source in unit.skips:
         if not 0 <= source < index - 1:
             raise ProblemError(
-                f"Unit {unit.name!r} (index {index}) skips from unit {source}; a skip comes from a unit between"
-                f" 0 and {index - 2} (its neighbour {index - 1} is its input anyway)."
+                f"Unit {unit.name!r} (index {index}) skips from unit {source}; a skip comes from a unit"
+                f" between 0 and {index - 2} (its neighbour {index - 1} is its input anyway)."
             )
     if len(set(unit.skips)) < len(unit.skips):
         raise ProblemError(f"Unit {unit.name!r} names a skip twice: {unit.skips}.")
