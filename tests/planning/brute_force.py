@@ -1,7 +1,8 @@
-"""An independent search over all legal schedules of a small chain: its own bookkeeping, no solver's recurrence.
+"""An independent search over all legal schedules of a small chain, with its own bookkeeping.
 
 It explores states (what is on the device, which backwards have run) in order of seconds, and never passes
-the budget. ``persistent`` restricts it to persistent schedules; otherwise any value may be dropped at any time.
+the budget. ``persistent`` restricts it to persistent schedules; otherwise any value may be dropped at any
+time.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Candidate:
 
 
 class Prepared(ABC):
-    """A problem that a solver has worked through. Its answers are monotone: more bytes cost no more seconds."""
+    """A problem that a solver has worked through. More bytes never cost more seconds."""
 
     @property
     @abstractmethod
@@ -55,6 +55,8 @@ class Solver(ABC):
     """An algorithm without state of its own: ``prepare`` returns what is worth sharing across budgets."""
 
     name: str
+    #: The class that all its schedules belong to; where another solver has solved that class, it is skipped.
+    schedules: str = ALL_SCHEDULES
 
     @abstractmethod
     def applies(self, problem: Problem) -> bool:

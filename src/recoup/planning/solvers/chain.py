@@ -14,8 +14,9 @@ Rockmate (ICML 2023). Departures: the sweep to a cut needs room only for the uni
 gradients appear as the backward proceeds; the last output's gradient appears only after the last forward; an
 option that needs only its input runs without a forward of its own; feasibility is exact in bytes at any level
 size (``chain_floors``); a table rounded down proves a bound, and one rounded to the nearest finds better
-schedules than the one rounded up, each checked by simulation (NOTE [ Levels ] in ``chain_table``). Long chains
-of equal units share rows (``chain_runs``); other long chains have their cuts restricted (``ChainShape``).
+schedules than the one rounded up, each checked by simulation (NOTE [ Levels ] in ``chain_table``). Long
+chains of equal units share rows (``chain_runs``); other long chains have their cuts restricted
+(``ChainShape``).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class ChainSolver(Solver):
     """Optimal persistent schedules, for problems without skips. It never uses links."""
 
     name = "chain"
+    schedules = PERSISTENT_SCHEDULES
 
     def applies(self, problem: Problem) -> bool:
         """A chain has no skips."""

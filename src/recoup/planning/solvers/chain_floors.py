@@ -17,8 +17,8 @@ class ChainShape:
     """Which parts (s … t) of a chain the tables know, and where a part may be cut.
 
     With ``group=1`` all parts and all cuts: the solution is optimal among persistent schedules. With larger
-    groups, parts end and checkpoints lie at multiples of ``group``, or anywhere within the first unit's group;
-    this keeps long chains affordable and is a restriction.
+    groups, parts end and checkpoints lie at multiples of ``group``, or anywhere within the first unit's
+    group; this keeps long chains affordable and is a restriction.
 
     >>> ChainShape(7, group=3).ends(1)
     [1, 2, 5, 6]
@@ -60,8 +60,8 @@ class ChainShape:
 class ChainFloors:
     """For every part: the least bytes with which it can run, and those with which it keeps everything.
 
-    ``least[s][position]`` and ``full[s][position]`` follow ``shape.ends(s)``; ``right[t][s - shape.base(t)]`` is
-    ``least`` of the part s … t plus the bytes of its input, which whoever runs it as the right part pays.
+    ``least[s][position]`` and ``full[s][position]`` follow ``shape.ends(s)``; ``right[t][s - shape.base(t)]``
+    is ``least`` of the part s … t plus the bytes of its input, which whoever runs it as the right part pays.
     """
 
     def __init__(self, costs: ChainCosts, shape: ChainShape) -> None:

@@ -55,7 +55,7 @@ def keep_everything(costs: ChainCosts, first: int, last: int) -> list[Action]:
 
 
 def read_schedule(table: ChainTable, num_bytes: int) -> Schedule:
-    """The schedule that the table's whole row stands for at ``num_bytes`` (beyond resident bytes and input)."""
+    """The schedule behind the whole chain's row at ``num_bytes`` (beyond resident bytes and input)."""
     last = table.costs.num_units - 1
     actions: list[Action] = []
     # A stack, not recursion: parts nest as deep as the chain is long.

@@ -3,10 +3,10 @@
 One row of ``num_levels + 1`` seconds for every part of the chain; the memory axis is innermost, and all cuts
 of a part are one vectorised minimum. NOTE [ Levels ]:
 
-    1. Level m stands for ``m * level_bytes`` bytes. Rounded *up*, whatever runs at level m runs in that many
-       bytes: a value takes ``ceil(bytes / level_bytes)`` levels, and the budget is rounded down.
-    2. Rounded *down*, the same recurrence gives a lower bound: with fewer than ``(m + 1) * level_bytes`` bytes
-       no persistent schedule takes less than the row says at m.
+    1. Level m stands for ``m * level_bytes`` bytes. Rounded *up*, whatever runs at level m runs in that
+       many bytes: a value takes ``ceil(bytes / level_bytes)`` levels, and the budget is rounded down.
+    2. Rounded *down*, the same recurrence gives a lower bound: with fewer than ``(m + 1) * level_bytes``
+       bytes no persistent schedule takes less than the row says at m.
     3. Rounded to the *nearest*, errors cancel instead of adding up over a hundred units; whether the schedule
        of a level fits a budget is then for ``simulate`` to say.
     4. When rounding up, each part also has an *edge*: its seconds at exactly its least bytes. It keeps
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recoup.planning.solvers.chain_costs import ChainCosts, Ints
-from recoup.planning.solvers.chain_floors import ChainFloors, ChainShape
+from recoup.planning.solvers.chain_floors import ChainFloors
 
 __all__ = ["ChainTable", "Floats", "Rounding"]
 
@@ -66,7 +66,7 @@ class ChainTable:
         self.edges: list[Floats] = [np.empty(0)] * n
         self.input_levels = self.levels(np.concatenate([[0], costs.output_bytes[:-1]]))
         width = num_levels + 1
-        # Rows as right parts see them: shifted by their input's levels, with start_s of their first unit added.
+        # Rows as right parts see them: shifted by their input's levels, start_s of their first unit added.
         sizes = [t + 1 - self.shape.base(t) for t in range(n)]
         self.right = [np.empty((size, width)) for size in sizes]
         self.right_edges = [np.full(size, np.inf) for size in sizes]
