@@ -14,7 +14,12 @@
     │   ├── NotHeldError               a unit in range whose activation is not held
     │   ├── StoreFullError             no room and nothing may be evicted
     │   └── PrecisionError             values that the chosen precision cannot hold
-    └── ChainError                   a hand-written chain used out of order
+    ├── ChainError                   a hand-written chain used out of order
+    └── PlanningError                the planner
+        ├── ProblemError               numbers, names or links that make no sense
+        ├── ScheduleError              a schedule that is not legal for its problem
+        ├── BudgetError                a budget below the smallest feasible one
+        └── EncodingError              text that is not a problem, plan or schedule of ours
 
 Each also derives from the built-in exception that a caller would expect (``ValueError``, ``LookupError``,
 ``RuntimeError``), so that code that knows nothing of recoup can catch it.
@@ -23,15 +28,20 @@ Each also derives from the built-in exception that a caller would expect (``Valu
 from __future__ import annotations
 
 __all__ = [
+    "BudgetError",
     "ChainError",
     "CheckpointError",
+    "EncodingError",
     "InputChangedError",
     "NotHeldError",
     "NothingToCheckpointError",
+    "PlanningError",
     "PolicyError",
     "PrecisionError",
+    "ProblemError",
     "RecoupError",
     "ReplayMismatchError",
+    "ScheduleError",
     "SizeError",
     "StoreError",
     "StoreFullError",
@@ -89,3 +99,43 @@ class PrecisionError(StoreError, ValueError):
 
 class ChainError(RecoupError, RuntimeError):
     """A hand-written chain that is malformed or used out of order."""
+
+
+class PlanningError(RecoupError, ValueError):
+    """The root of the planner's exceptions."""
+
+
+class ProblemError(PlanningError):
+    """A planning problem whose numbers, names, skips or links make no sense."""
+
+
+class ScheduleError(PlanningError):
+    """A schedule that is not legal for its problem.
+
+    Attributes:
+        index: of the action that is not legal; ``None`` where it is about the schedule as a whole.
+    """
+
+    def __init__(self, message: str, *, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+class BudgetError(PlanningError):
+    """A budget below the smallest one for which a schedule is known.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        smallest_bytes: the smallest feasible budget.
+        unit: the name of the unit that sets it.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, smallest_bytes: int, unit: str) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
+        self.unit = unit
+
+
+class EncodingError(PlanningError):
+    """Text that is not a problem, plan or schedule that recoup wrote."""

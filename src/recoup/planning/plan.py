@@ -1,0 +1,272 @@
+"""``plan``: the best schedule under a budget that any of the solvers finds, with proof of how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from recoup.errors import BudgetError, ProblemError
+from recoup.planning.actions import Backward
+from recoup.planning.problem import Problem
+from recoup.planning.schedule import Schedule
+from recoup.planning.simulate import simulate
+from recoup.planning.simulation import Simulation
+from recoup.planning.solvers import SOLVERS
+from recoup.planning.solvers.base import Bound, Prepared, Solver
+from recoup.planning.solvers.bounds import relaxed_bound
+from recoup.sizes import format_bytes, parse_bytes
+
+__all__ = ["Plan", "frontier", "minimum_budget", "plan"]
+
+# Seconds are sums of measured floats in different orders; closer than this they are the same.
+_SAME_SECONDS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule for a problem under a budget, what it will cost, and how much better any could be.
+
+    Attributes:
+        problem: what was planned.
+        budget_bytes: what the step may peak at.
+        schedule: what to do.
+        solver: which solver found it.
+        bound: no schedule of the class it names takes fewer seconds under this budget.
+        predicted: the schedule's simulation.
+    """
+
+    problem: Problem = field(repr=False)
+    budget_bytes: int
+    schedule: Schedule = field(repr=False)
+    solver: str
+    bound: Bound
+    predicted: Simulation
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For each unit, the name of the option that its backward runs under."""
+        chosen = {action.unit: action.option for action in self.schedule if isinstance(action, Backward)}
+        return tuple(unit.options[chosen[index]].name for index, unit in enumerate(self.problem.units))
+
+    @property
+    def gap(self) -> float:
+        """How much longer it takes than the bound, as a share of the bound."""
+        excess_s = self.predicted.seconds - self.bound.seconds
+        if excess_s <= _SAME_SECONDS * self.predicted.seconds:
+            return 0.0
+        return excess_s / self.bound.seconds if self.bound.seconds > 0 else float("inf")
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether it is proven optimal in the class that the bound names."""
+        return self.gap == 0.0
+
+    def __str__(self) -> str:
+        peak = self.predicted.peak
+        proof = "optimal" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
+        return (
+            f"{self.predicted.seconds:.6g} s with {format_bytes(peak.num_bytes)} of"
+            f" {format_bytes(self.budget_bytes)}, by {self.solver}: {proof} among {self.bound.schedules}.\n"
+            f"The peak is in the {peak.phase} of {self.problem.units[peak.unit].name!r};"
+            f" {sum(self.predicted.num_recomputes)} forwards are recomputed."
+        )
+
+
+def plan(
+    problem: Problem,
+    budget: int | str,
+    *,
+    time_limit_s: float = 10.0,
+    solvers: Sequence[Solver] = SOLVERS,
+) -> Plan:
+    """Finds the fastest schedule whose peak fits a budget.
+
+    The time limit decides how fine the solvers work, by a fixed estimate and not by the clock, so that the
+    same input gives the same plan everywhere.
+
+    Args:
+        problem: the step in numbers.
+        budget: device bytes for the whole step, such as ``"8GiB"``.
+        time_limit_s: roughly how long one solver may take.
+        solvers: which to try, best first.
+
+    Raises:
+        BudgetError: if nothing fits; it names the smallest feasible budget and the unit that sets it.
+        SizeError: if the budget cannot be read.
+
+    >>> from recoup.planning.problem import Unit
+    >>> units = [
+    ...     Unit.keep_or_recompute(f"block{i}", forward_s=1, backward_s=2, held_bytes=60, output_bytes=10)
+    ...     for i in range(4)
+    ... ]
+    >>> print(plan(Problem(units, input_bytes=10), "230B"))
+    14 s with 180 B of 230 B, by chain: optimal among persistent schedules.
+    The peak is in the backward of 'block3'; 2 forwards are recomputed.
+    """
+    return _Session(problem, time_limit_s=time_limit_s, solvers=solvers).plan(parse_bytes(budget))
+
+
+def minimum_budget(
+    problem: Problem, *, time_limit_s: float = 10.0, solvers: Sequence[Solver] = SOLVERS
+) -> int:
+    """The smallest budget in bytes for which ``plan`` finds a schedule.
+
+    >>> from recoup.planning.problem import Unit
+    >>> unit = Unit.keep_or_recompute("a", forward_s=1, backward_s=2, held_bytes=60, output_bytes=10)
+    >>> minimum_budget(Problem([unit], input_bytes=5))
+    75
+    """
+    return _Session(problem, time_limit_s=time_limit_s, solvers=solvers).smallest_bytes()
+
+
+def frontier(
+    problem: Problem,
+    *,
+    num_points: int = 20,
+    budgets: Iterable[int | str] | None = None,
+    time_limit_s: float = 10.0,
+    solvers: Sequence[Solver] = SOLVERS,
+) -> tuple[Plan, ...]:
+    """The best seconds for every budget: as few plans as describe it, from the smallest budget up.
+
+    Each plan's budget is its own peak: between two points the earlier plan is the one to use. Plans that are
+    no faster than one with fewer bytes are left out.
+
+    Args:
+        problem: the step in numbers.
+        num_points: at most this many plans, unless ``budgets`` are given.
+        budgets: where to look; spread over the useful range unless given. Infeasible ones are left out.
+        time_limit_s: roughly how long one solver may take.
+        solvers: which to try, best first.
+
+    >>> from recoup.planning.problem import Unit
+    >>> units = [
+    ...     Unit.keep_or_recompute(f"block{i}", forward_s=1, backward_s=2, held_bytes=60, output_bytes=10)
+    ...     for i in range(3)
+    ... ]
+    >>> [(point.budget_bytes, point.predicted.seconds) for point in frontier(Problem(units, input_bytes=10))]
+    [(100, 12.0), (110, 11.0), (170, 10.0), (230, 9.0)]
+    """
+    if num_points < 1:
+        raise ProblemError(f"A frontier needs at least one point; got num_points={num_points}.")
+    session = _Session(problem, time_limit_s=time_limit_s, solvers=solvers)
+    if budgets is None:
+        chosen = _spread(session.suggested_budgets(), num_points)
+    else:
+        chosen = sorted({parse_bytes(budget) for budget in budgets})
+    points: list[Plan] = []
+    for budget_bytes in chosen:
+        if budget_bytes < session.smallest_bytes():
+            continue
+        found = session.plan(budget_bytes)
+        if not points or found.predicted.seconds < points[-1].predicted.seconds * (1 - _SAME_SECONDS):
+            points.append(_at_own_peak(found))
+    return tuple(points)
+
+
+def _at_own_peak(found: Plan) -> Plan:
+    return Plan(
+        problem=found.problem,
+        budget_bytes=found.predicted.peak_bytes,
+        schedule=found.schedule,
+        solver=found.solver,
+        bound=found.bound,
+        predicted=found.predicted,
+    )
+
+
+def _spread(budgets: list[int], num_points: int) -> list[int]:
+    """At most ``num_points`` of sorted budgets, the first and the last among them, evenly spaced in bytes."""
+    if len(budgets) <= num_points:
+        return budgets
+    low, high = budgets[0], budgets[-1]
+    wanted = [low + (high - low) * index // max(num_points - 1, 1) for index in range(num_points)]
+    return sorted({min(budgets, key=lambda budget: (abs(budget - target), budget)) for target in wanted})
+
+
+class _Session:
+    """A problem with the solvers' shared work, across budgets."""
+
+    def __init__(self, problem: Problem, *, time_limit_s: float, solvers: Sequence[Solver]) -> None:
+        self.problem = problem
+        self.time_limit_s = time_limit_s
+        self.solvers = [solver for solver in solvers if solver.applies(problem)]
+        if not self.solvers:
+            raise ProblemError(
+                f"None of the solvers ({', '.join(s.name for s in solvers)}) applies to this problem."
+            )
+        self._prepared: dict[str, Prepared] = {}
+
+    def prepared(self, solver: Solver) -> Prepared:
+        """A solver's work on the problem, done once."""
+        if solver.name not in self._prepared:
+            self._prepared[solver.name] = solver.prepare(self.problem, time_limit_s=self.time_limit_s)
+        return self._prepared[solver.name]
+
+    def smallest_bytes(self) -> int:
+        """The smallest budget at which any solver answers."""
+        found = (self.prepared(solver).smallest_bytes for solver in self.solvers)
+        return min(num_bytes for num_bytes in found if num_bytes is not None)
+
+    def suggested_budgets(self) -> list[int]:
+        """Budgets at which the first solver that has an opinion may change its answer."""
+        for solver in self.solvers:
+            budgets = self.prepared(solver).suggested_budgets()
+            if budgets:
+                return budgets
+        return [self.smallest_bytes()]
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The best plan of all solvers that have a chance."""
+        best: Plan | None = None
+        solved: set[str] = set()
+        for solver in self.solvers:
+            if solver.schedules in solved:
+                continue
+            found = self._try(solver, budget_bytes)
+            if found is None:
+                continue
+            if found.is_optimal:
+                solved.add(found.bound.schedules)
+            if best is None or found.predicted.seconds < best.predicted.seconds * (1 - _SAME_SECONDS):
+                best = found
+        if best is None:
+            raise self._budget_error(budget_bytes)
+        return best
+
+    def _try(self, solver: Solver, budget_bytes: int) -> Plan | None:
+        candidate = self.prepared(solver).best(budget_bytes)
+        if candidate is None:
+            return None
+        predicted = simulate(self.problem, candidate.schedule)
+        if predicted.peak_bytes > budget_bytes:
+            raise AssertionError(
+                f"{solver.name} passed the budget: {predicted.peak_bytes} > {budget_bytes} bytes"
+            )
+        bound = relaxed_bound(self.problem, budget_bytes)
+        if candidate.bound is not None:
+            # What holds for all schedules holds for every class of them.
+            seconds = max(bound.seconds, candidate.bound.seconds)
+            bound = Bound(seconds, schedules=candidate.bound.schedules)
+        seconds = min(bound.seconds, predicted.seconds)
+        return Plan(
+            problem=self.problem,
+            budget_bytes=budget_bytes,
+            schedule=candidate.schedule,
+            solver=solver.name,
+            bound=Bound(seconds, schedules=bound.schedules),
+            predicted=predicted,
+        )
+
+    def _budget_error(self, budget_bytes: int) -> BudgetError:
+        smallest = self.smallest_bytes()
+        tight = self.plan(smallest)
+        unit = self.problem.units[tight.predicted.peak.unit].name
+        return BudgetError(
+            f"No schedule fits {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
+            f" budget is {format_bytes(smallest)} ({smallest} bytes), set by the {tight.predicted.peak.phase} of"
+            f" unit {unit!r}. Raise the budget, or give that unit an option with fewer bytes.",
+            budget_bytes=budget_bytes,
+            smallest_bytes=smallest,
+            unit=unit,
+        )

@@ -1,0 +1,357 @@
+"""What the planner is told: units in execution order, their options, and the links to other stores.
+
+NOTE [ The memory model ]
+    1. The output of unit *i* is one value; its input is the output of unit *i - 1* (the problem's input for
+       unit 0, which stays for the whole step). Skips are further inputs.
+    2. An option's held bytes are disjoint from the unit's input and from its output: a boundary between two
+       units is counted once. An option whose backward reads the unit's own output says ``holds_output``.
+    3. A forward needs room for its output, its held bytes and its transient, all at once. A backward needs
+       room for the gradients of its inputs and its transient beside everything that it reads.
+    4. The gradient of the last output replaces that output as the last unit's first forward ends. If the
+       loss itself needs memory, make it the last unit.
+    5. Parameter gradients appear when a unit's backward has run, and stay. What they need while it runs
+       belongs to the backward's transient.
+
+``simulate`` is the reference for all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from recoup.errors import ProblemError
+
+__all__ = ["Link", "Option", "Problem", "Unit"]
+
+
+def _check_bytes(owner: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ProblemError(f"{owner}: {name} must be a whole number of bytes, at least 0; got {size!r}.")
+
+
+def _check_seconds(owner: str, **times: float) -> None:
+    for name, time_s in times.items():
+        valid = isinstance(time_s, (int, float)) and not isinstance(time_s, bool)
+        if not valid or not math.isfinite(time_s) or time_s < 0:
+            raise ProblemError(
+                f"{owner}: {name} must be a finite number of seconds, at least 0; got {time_s!r}."
+            )
+
+
+def _check_name(what: str, name: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise ProblemError(f"{what} needs a name that is text and not empty; got {name!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way to another store (host, disk), with its own queue in each direction.
+
+    Args:
+        name: the store's name, such as ``"host"``.
+        send_bytes_per_s: bandwidth from the device to the store.
+        fetch_bytes_per_s: bandwidth back to the device.
+        capacity_bytes: what the store can take; ``None`` for no limit.
+
+    >>> Link("host", send_bytes_per_s=55e9, fetch_bytes_per_s=50e9).name
+    'host'
+    """
+
+    name: str
+    send_bytes_per_s: float = field(kw_only=True)
+    fetch_bytes_per_s: float = field(kw_only=True)
+    capacity_bytes: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_name("A link", self.name)
+        owner = f"Link {self.name!r}"
+        _check_seconds(
+            owner, send_bytes_per_s=self.send_bytes_per_s, fetch_bytes_per_s=self.fetch_bytes_per_s
+        )
+        if not (self.send_bytes_per_s > 0 and self.fetch_bytes_per_s > 0):
+            raise ProblemError(
+                f"{owner}: both bandwidths must be above 0 bytes/s. Leave out a link that cannot move."
+            )
+        if self.capacity_bytes is not None:
+            _check_bytes(owner, capacity_bytes=self.capacity_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a unit: what it holds between forward and backward, and what that costs.
+
+    By convention ``"keep"`` holds everything its backward reads, and ``"recompute"`` holds nothing and
+    replays in the backward. An option that holds no bytes and not its output needs only its input: its
+    backward can run without a forward of its own.
+
+    Args:
+        name: unique within the unit.
+        forward_s: seconds of the forward.
+        backward_s: seconds of the backward, without the replay.
+        extra_s: further seconds at the start of the backward (replay, decompression).
+        held_bytes: on the device from forward to backward, beyond the unit's input and output.
+        holds_output: whether the backward reads the unit's own output, which then stays until it has run.
+        forward_transient_bytes: needed only while the forward runs, beyond held bytes and output.
+        replay_transient_bytes: needed only during ``extra_s``, beyond held bytes.
+        backward_transient_bytes: needed only while the backward runs, beyond held bytes and the gradients of
+            output and inputs; it includes what the replay left for it.
+        held_links: names of the links over which the held bytes may leave.
+
+    >>> Option("keep", forward_s=1.0, backward_s=2.0, held_bytes=64).total_s
+    3.0
+    """
+
+    name: str
+    forward_s: float = field(kw_only=True)
+    backward_s: float = field(kw_only=True)
+    extra_s: float = field(default=0.0, kw_only=True)
+    held_bytes: int = field(default=0, kw_only=True)
+    holds_output: bool = field(default=False, kw_only=True)
+    forward_transient_bytes: int = field(default=0, kw_only=True)
+    replay_transient_bytes: int = field(default=0, kw_only=True)
+    backward_transient_bytes: int = field(default=0, kw_only=True)
+    held_links: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_name("An option", self.name)
+        owner = f"Option {self.name!r}"
+        _check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s, extra_s=self.extra_s)
+        _check_bytes(
+            owner,
+            held_bytes=self.held_bytes,
+            forward_transient_bytes=self.forward_transient_bytes,
+            replay_transient_bytes=self.replay_transient_bytes,
+            backward_transient_bytes=self.backward_transient_bytes,
+        )
+        object.__setattr__(self, "held_links", tuple(self.held_links))
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of forward and backward together, with the extra seconds."""
+        return self.forward_s + self.extra_s + self.backward_s
+
+    @property
+    def needs_forward(self) -> bool:
+        """Whether its backward reads something that only its own forward can leave (held bytes or output)."""
+        return self.held_bytes > 0 or self.holds_output
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module call (or a time step) that the plan decides about as a whole.
+
+    A forward that keeps nothing runs as the unit's lightest option: the first with the fewest held bytes.
+
+    Args:
+        name: unique within the problem.
+        options: at least one way to run it.
+        output_bytes: of its output.
+        gradient_bytes: of its output's gradient; as many as the output unless given.
+        parameter_gradient_bytes: that appear when its backward has run, and stay.
+        skips: indices of earlier units, other than its neighbour, whose outputs it also reads.
+        output_links: names of the links over which its output may leave.
+
+    >>> keep = Option("keep", forward_s=1, backward_s=1, holds_output=True)
+    >>> Unit("relu", [keep], output_bytes=8).gradient_bytes
+    8
+    """
+
+    name: str
+    options: tuple[Option, ...]
+    output_bytes: int = field(kw_only=True)
+    gradient_bytes: int = field(default=-1, kw_only=True)
+    parameter_gradient_bytes: int = field(default=0, kw_only=True)
+    skips: tuple[int, ...] = field(default=(), kw_only=True)
+    output_links: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def __init__(
+        self,
+        name: str,
+        options: Sequence[Option],
+        *,
+        output_bytes: int,
+        gradient_bytes: int | None = None,
+        parameter_gradient_bytes: int = 0,
+        skips: Sequence[int] = (),
+        output_links: Sequence[str] = (),
+    ) -> None:
+        set_field = object.__setattr__
+        set_field(self, "name", name)
+        set_field(self, "options", tuple(options))
+        set_field(self, "output_bytes", output_bytes)
+        set_field(self, "gradient_bytes", output_bytes if gradient_bytes is None else gradient_bytes)
+        set_field(self, "parameter_gradient_bytes", parameter_gradient_bytes)
+        set_field(self, "skips", tuple(skips))
+        set_field(self, "output_links", tuple(output_links))
+        self._validate()
+
+    def _validate(self) -> None:
+        _check_name("A unit", self.name)
+        owner = f"Unit {self.name!r}"
+        _check_bytes(
+            owner,
+            output_bytes=self.output_bytes,
+            gradient_bytes=self.gradient_bytes,
+            parameter_gradient_bytes=self.parameter_gradient_bytes,
+        )
+        if not self.options:
+            raise ProblemError(f"{owner} has no options. Give at least one, such as Option('keep', …).")
+        names = [option.name for option in self.options]
+        if len(set(names)) < len(names):
+            raise ProblemError(f"{owner}: option names must differ; got {', '.join(names)}.")
+
+    @classmethod
+    def keep_or_recompute(
+        cls,
+        name: str,
+        *,
+        forward_s: float,
+        backward_s: float,
+        held_bytes: int,
+        output_bytes: int,
+        holds_output: bool = False,
+        forward_transient_bytes: int = 0,
+        backward_transient_bytes: int = 0,
+        parameter_gradient_bytes: int = 0,
+    ) -> Unit:
+        """Makes a unit with the two usual options, ``"keep"`` and ``"recompute"``.
+
+        The replay materialises the whole unit (held bytes and output) and costs one more forward.
+
+        >>> unit = Unit.keep_or_recompute("block", forward_s=1, backward_s=2, held_bytes=100, output_bytes=10)
+        >>> [(option.name, option.held_bytes, option.extra_s) for option in unit.options]
+        [('keep', 100, 0.0), ('recompute', 0, 1)]
+        """
+        keep = Option(
+            "keep",
+            forward_s=forward_s,
+            backward_s=backward_s,
+            held_bytes=held_bytes,
+            holds_output=holds_output,
+            forward_transient_bytes=forward_transient_bytes,
+            backward_transient_bytes=backward_transient_bytes,
+        )
+        recompute = Option(
+            "recompute",
+            forward_s=forward_s,
+            backward_s=backward_s,
+            extra_s=forward_s,
+            forward_transient_bytes=forward_transient_bytes,
+            replay_transient_bytes=held_bytes + output_bytes + forward_transient_bytes,
+            backward_transient_bytes=held_bytes + backward_transient_bytes + holds_output * output_bytes,
+        )
+        return cls(
+            name,
+            (keep, recompute),
+            output_bytes=output_bytes,
+            parameter_gradient_bytes=parameter_gradient_bytes,
+        )
+
+    @property
+    def lightest(self) -> Option:
+        """The option of a forward that keeps nothing: the first with the fewest held bytes."""
+        return min(self.options, key=lambda option: option.held_bytes)
+
+    @property
+    def plain_transient_bytes(self) -> int:
+        """Transient bytes of a forward that keeps nothing; what its option would hold counts as transient."""
+        return self.lightest.held_bytes + self.lightest.forward_transient_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A training step in numbers: all that the planner knows.
+
+    Args:
+        units: in execution order. The last one is usually the loss.
+        resident_bytes: there for the whole step (parameters, optimizer state).
+        input_bytes: of the first unit's input, which also stays for the whole step.
+        input_gradient_bytes: of the gradient of that input; 0 when nothing asks for it.
+        links: ways to other stores.
+
+    Raises:
+        ProblemError: if numbers, names, skips or links make no sense; the text says which.
+
+    >>> block = Unit.keep_or_recompute("block", forward_s=1, backward_s=2, held_bytes=100, output_bytes=10)
+    >>> Problem([block], resident_bytes=1000).has_skips
+    False
+    """
+
+    units: tuple[Unit, ...]
+    resident_bytes: int = field(default=0, kw_only=True)
+    input_bytes: int = field(default=0, kw_only=True)
+    input_gradient_bytes: int = field(default=0, kw_only=True)
+    links: tuple[Link, ...] = field(default=(), kw_only=True)
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        resident_bytes: int = 0,
+        input_bytes: int = 0,
+        input_gradient_bytes: int = 0,
+        links: Sequence[Link] = (),
+    ) -> None:
+        set_field = object.__setattr__
+        set_field(self, "units", tuple(units))
+        set_field(self, "resident_bytes", resident_bytes)
+        set_field(self, "input_bytes", input_bytes)
+        set_field(self, "input_gradient_bytes", input_gradient_bytes)
+        set_field(self, "links", tuple(links))
+        _validate_problem(self)
+
+    @property
+    def num_units(self) -> int:
+        """How many units there are."""
+        return len(self.units)
+
+    @property
+    def has_skips(self) -> bool:
+        """Whether any unit reads an output other than its neighbour's."""
+        return any(unit.skips for unit in self.units)
+
+    def link(self, name: str) -> Link:
+        """The link of that name."""
+        for link in self.links:
+            if link.name == name:
+                return link
+        known = ", ".join(link.name for link in self.links) or "none"
+        raise ProblemError(f"There is no link {name!r}; the problem's links: {known}.")
+
+
+def _validate_problem(problem: Problem) -> None:
+    _check_bytes(
+        "Problem",
+        resident_bytes=problem.resident_bytes,
+        input_bytes=problem.input_bytes,
+        input_gradient_bytes=problem.input_gradient_bytes,
+    )
+    if not problem.units:
+        raise ProblemError("A problem needs at least one unit.")
+    for what, names in (("unit", [u.name for u in problem.units]), ("link", [k.name for k in problem.links])):
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ProblemError(f"Two {what}s are called {twice!r}. Give each {what} its own name.")
+    known = {link.name for link in problem.links}
+    for index, unit in enumerate(problem.units):
+        _validate_references(unit, index=index, known=known)
+
+
+def _validate_references(unit: Unit, *, index: int, known: set[str]) -> None:
+    for source in unit.skips:
+        if not 0 <= source < index - 1:
+            raise ProblemError(
+                f"Unit {unit.name!r} (index {index}) skips from unit {source}; a skip comes from a unit"
+                f" between 0 and {index - 2} (its neighbour {index - 1} is its input anyway)."
+            )
+    if len(set(unit.skips)) < len(unit.skips):
+        raise ProblemError(f"Unit {unit.name!r} names a skip twice: {unit.skips}.")
+    wanted = {*unit.output_links, *(name for option in unit.options for name in option.held_links)}
+    if wanted - known:
+        raise ProblemError(
+            f"Unit {unit.name!r} may move over {', '.join(sorted(wanted - known))}, which is not among the"
+            " problem's links. Add it there."
+        )

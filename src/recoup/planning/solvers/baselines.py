@@ -1,0 +1,195 @@
+"""What people do without a planner, for comparison and as a last resort. Skips are understood.
+
+Each baseline is a family of schedules that does not depend on the budget; its answer is the fastest member
+that fits, so that more bytes never cost more seconds. Segments follow Chen, Xu, Zhang, Guestrin: Training
+deep nets with sublinear memory cost (2016); the last segment is not replayed, since its backward comes at once.
+An output that a later unit reads by a skip stays until that unit's backward has run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+from recoup.planning.actions import Action, Backward, Forward, Keep
+from recoup.planning.problem import Problem, Unit
+from recoup.planning.schedule import Schedule
+from recoup.planning.simulate import simulate
+from recoup.planning.solvers.base import PERSISTENT_SCHEDULES, Candidate, Prepared, Solver
+
+__all__ = ["BASELINES", "Baseline", "every", "greedy", "keep_all", "one_option_each", "sqrt_segments"]
+
+_MAX_MEMBERS = 64
+_REPLAY = -1
+
+
+def fastest_option(unit: Unit) -> int:
+    """The index of a unit's option with the least seconds, and the fewest held bytes among those."""
+    options = unit.options
+    return min(range(len(options)), key=lambda index: (options[index].total_s, options[index].held_bytes))
+
+
+def every(problem: Problem, length: int) -> Schedule:
+    """A checkpoint every ``length`` units; each segment but the last is replayed before its backward.
+
+    >>> units = [
+    ...     Unit.keep_or_recompute(f"b{i}", forward_s=1, backward_s=2, held_bytes=9, output_bytes=1)
+    ...     for i in range(4)
+    ... ]
+    >>> print(every(Problem(units), 2))
+    F0 F1 F2:0 F3:0 B3 B2 F0:0 F1:0 B1 B0
+    """
+    num_units = problem.num_units
+    starts = list(range(0, num_units, length))
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    for first in starts:
+        units = range(first, min(first + length, num_units))
+        kept = [(unit, fastest_option(problem.units[unit])) for unit in units]
+        keeping = [Forward(unit, keep=Keep.OPTION, option=option) for unit, option in kept]
+        is_last = first == starts[-1]
+        forwards += (
+            keeping if is_last else [_passing(problem, unit, is_first=unit == first) for unit in units]
+        )
+        replay = [] if is_last else keeping
+        backwards = [*replay, *(Backward(unit, option=option) for unit, option in reversed(kept)), *backwards]
+    return Schedule([*forwards, *backwards])
+
+
+def _passing(problem: Problem, unit: int, *, is_first: bool) -> Forward:
+    """A forward that keeps no results; its input stays if it is a checkpoint or has other readers."""
+    if unit == 0:
+        return Forward(0)
+    is_skipped = any(unit - 1 in later.skips for later in problem.units[unit + 1 :])
+    return Forward(unit, keep=Keep.INPUT if is_first or is_skipped else Keep.NOTHING)
+
+
+def keep_all(problem: Problem) -> Schedule:
+    """Everything stays, under each unit's fastest option."""
+    return every(problem, problem.num_units)
+
+
+def sqrt_segments(problem: Problem) -> Schedule:
+    """About √N segments of about √N units."""
+    return every(problem, math.isqrt(problem.num_units - 1) + 1)
+
+
+def one_option_each(problem: Problem, choices: Iterable[int]) -> Schedule:
+    """Every unit under one option; ``-1`` keeps a unit's input only and replays it before its backward.
+
+    >>> unit = Unit.keep_or_recompute("a", forward_s=1, backward_s=2, held_bytes=9, output_bytes=1)
+    >>> print(one_option_each(Problem([unit]), [-1]))
+    F0 F0:0 B0
+    """
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    for unit, choice in enumerate(choices):
+        if choice != _REPLAY:
+            forwards.append(Forward(unit, keep=Keep.OPTION, option=choice))
+            backwards.append(Backward(unit, option=choice))
+        else:
+            option = fastest_option(problem.units[unit])
+            forwards.append(Forward(unit, keep=Keep.INPUT) if unit else Forward(unit))
+            backwards += [Backward(unit, option=option), Forward(unit, keep=Keep.OPTION, option=option)]
+    return Schedule([*forwards, *reversed(backwards)])
+
+
+def greedy(problem: Problem) -> list[Schedule]:
+    """From keeping everything down to keeping nothing: whatever frees most bytes per second goes first."""
+    steps: list[tuple[float, int, int, int]] = []
+    for index, unit in enumerate(problem.units):
+        ladder = _ladder(unit)
+        for rung, (left, right) in enumerate(pairwise(ladder)):
+            rate = (right[1] - left[1]) / (left[0] - right[0])
+            steps.append((rate, index, rung, right[2]))
+    steps.sort()
+    choices = [fastest_option(unit) for unit in problem.units]
+    wanted = {len(steps) * member // _MAX_MEMBERS for member in range(_MAX_MEMBERS + 1)}
+    schedules = [one_option_each(problem, choices)]
+    for taken, (_, index, _, choice) in enumerate(steps, start=1):
+        choices[index] = choice
+        if taken in wanted:
+            schedules.append(one_option_each(problem, choices))
+    return schedules
+
+
+def _ladder(unit: Unit) -> list[tuple[int, float, int]]:
+    """A unit's choices (held bytes, seconds, option) from its fastest down, each step dearer."""
+    fastest = unit.options[fastest_option(unit)]
+    choices = [(option.held_bytes, option.total_s, index) for index, option in enumerate(unit.options)]
+    choices.append((0, unit.lightest.forward_s + fastest.total_s, _REPLAY))
+    choices.sort(key=lambda choice: (-choice[0], choice[1], -choice[2]))
+    ladder = [(fastest.held_bytes, fastest.total_s, fastest_option(unit))]
+    for choice in choices:
+        if choice[0] >= ladder[-1][0]:
+            continue
+        # Steps must get dearer per byte, or a later one would be taken before an earlier one.
+        while len(ladder) > 1 and _rate(ladder[-1], choice) <= _rate(ladder[-2], ladder[-1]):
+            ladder.pop()
+        ladder.append(choice)
+    return ladder
+
+
+def _rate(upper: tuple[int, float, int], lower: tuple[int, float, int]) -> float:
+    return (lower[1] - upper[1]) / (upper[0] - lower[0])
+
+
+class Baseline(Solver):
+    """A fixed family of schedules as a solver."""
+
+    schedules = PERSISTENT_SCHEDULES
+
+    def __init__(self, name: str, *, family: Callable[[Problem], list[Schedule]]) -> None:
+        self.name = name
+        self.family = family
+
+    def applies(self, problem: Problem) -> bool:
+        """Baselines apply to everything."""
+        return True
+
+    def prepare(self, problem: Problem, *, time_limit_s: float) -> Prepared:
+        """Simulates the whole family."""
+        return _PreparedFamily(problem, self.family(problem))
+
+
+class _PreparedFamily(Prepared):
+    def __init__(self, problem: Problem, schedules: list[Schedule]) -> None:
+        self._members: list[tuple[float, int, Schedule]] = []
+        for schedule in schedules:
+            result = simulate(problem, schedule)
+            self._members.append((result.seconds, result.peak_bytes, schedule))
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The lowest peak in the family."""
+        return min(peak_bytes for _, peak_bytes, _ in self._members)
+
+    def best(self, budget_bytes: int) -> Candidate | None:
+        """The fastest member that fits; of equal ones, that with the lower peak."""
+        fitting = [member for member in self._members if member[1] <= budget_bytes]
+        return Candidate(min(fitting, key=lambda member: member[:2])[2]) if fitting else None
+
+    def suggested_budgets(self) -> list[int]:
+        """The members' peaks."""
+        return sorted({peak_bytes for _, peak_bytes, _ in self._members})
+
+
+def _every_length(problem: Problem) -> list[Schedule]:
+    lengths = range(1, problem.num_units + 1)
+    if len(lengths) > _MAX_MEMBERS:
+        last = problem.num_units
+        lengths_set = {
+            round(last ** (member / (_MAX_MEMBERS // 2 - 1))) for member in range(_MAX_MEMBERS // 2)
+        }
+        return [every(problem, length) for length in sorted(lengths_set)]
+    return [every(problem, length) for length in lengths]
+
+
+BASELINES: tuple[Solver, ...] = (
+    Baseline("keep_all", family=lambda problem: [keep_all(problem)]),
+    Baseline("keep_none", family=lambda problem: [every(problem, 1)]),
+    Baseline("every_n", family=_every_length),
+    Baseline("sqrt_n", family=lambda problem: [sqrt_segments(problem)]),
+    Baseline("greedy", family=greedy),
+)

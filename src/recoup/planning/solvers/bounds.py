@@ -1,0 +1,68 @@
+"""A lower bound on the seconds of any schedule under a budget, by relaxation.
+
+Look at the moment when the backward starts. Every unit either holds the results of an option there, or holds
+nothing and will have to run its forward again (or to run an option that needs only its input). The held bytes
+of that one moment must fit. Which units hold what is then a multiple-choice knapsack, and its linear
+relaxation is solved by sorting (Sinha and Zoltners, The multiple-choice knapsack problem, 1979). Every legal
+schedule satisfies the relaxation, whatever it drops, replays or moves: bytes that may leave over a link count
+as none.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from recoup.planning.problem import Problem, Unit
+from recoup.planning.solvers.base import ALL_SCHEDULES, Bound
+
+__all__ = ["relaxed_bound"]
+
+
+def relaxed_bound(problem: Problem, budget_bytes: int) -> Bound:
+    """The bound that holds for every schedule, nested, moved or otherwise.
+
+    >>> unit = Unit.keep_or_recompute("a", forward_s=1, backward_s=2, held_bytes=100, output_bytes=0)
+    >>> [relaxed_bound(Problem([unit]), budget_bytes).seconds for budget_bytes in (0, 50, 100)]
+    [4.0, 3.5, 3.0]
+    """
+    room = budget_bytes - problem.resident_bytes - problem.input_bytes - problem.units[-1].gradient_bytes
+    seconds: list[float] = []
+    steps: list[tuple[float, int]] = []
+    for unit in problem.units:
+        hull = _hull(_choices(unit))
+        seconds.append(hull[0][1])
+        for (bytes_a, seconds_a), (bytes_b, seconds_b) in pairwise(hull):
+            steps.append(((seconds_a - seconds_b) / (bytes_b - bytes_a), bytes_b - bytes_a))
+    for rate, num_bytes in sorted(steps, reverse=True):
+        taken = min(max(room, 0), num_bytes)
+        seconds.append(-rate * taken)
+        room -= taken
+    return Bound(math.fsum(seconds), schedules=ALL_SCHEDULES)
+
+
+def _choices(unit: Unit) -> list[tuple[int, float]]:
+    """Bytes at the start of the backward, and the least seconds that go with them."""
+    choices = [(0 if option.held_links else option.held_bytes, option.total_s) for option in unit.options]
+    again = [option.total_s for option in unit.options]
+    again += [option.extra_s + option.backward_s for option in unit.options if not option.needs_forward]
+    choices.append((0, min(option.forward_s for option in unit.options) + min(again)))
+    return choices
+
+
+def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The lower convex hull of bytes against seconds, from no bytes to the fewest seconds."""
+    hull: list[tuple[int, float]] = []
+    for num_bytes, seconds in sorted(points):
+        if hull and (num_bytes == hull[-1][0] or seconds >= hull[-1][1]):
+            continue
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], (num_bytes, seconds)):
+            hull.pop()
+        hull.append((num_bytes, seconds))
+    return hull
+
+
+def _is_above(left: tuple[int, float], middle: tuple[int, float], right: tuple[int, float]) -> bool:
+    """Whether ``middle`` is not below the line from ``left`` to ``right``."""
+    share = (middle[0] - left[0]) / (right[0] - left[0])
+    return middle[1] >= left[1] + share * (right[1] - left[1])

@@ -1,0 +1,139 @@
+"""A problem as the chain solver's recurrences read it: arrays of bytes and seconds.
+
+Notation of Beaumont et al. in brackets; C(s, t, m) has the input of unit s resident and outside m, and the
+gradient of output t inside m (see ``chain``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from recoup.planning.problem import Option, Problem
+
+__all__ = ["ChainCosts", "Ints", "OptionCosts"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class OptionCosts:
+    """One option of one unit.
+
+    Attributes:
+        index: among the unit's options.
+        forward_s: of a forward that keeps what the option holds.
+        backward_s: of the backward with the option's extra seconds.
+        kept_bytes: output and held bytes [ā].
+        forward_bytes: what the forward needs, without the gradients that are there meanwhile [ā + of].
+        backward_bytes: what the backward needs, with all gradients [δ + ā + ob].
+        is_direct: whether the backward can run from the input alone.
+    """
+
+    index: int
+    forward_s: float
+    backward_s: float
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    is_direct: bool
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def closing_s(self) -> float:
+        """Seconds where the unit ends a part of the chain: a direct backward needs no forward."""
+        return self.backward_s if self.is_direct else self.total_s
+
+
+class ChainCosts:
+    """A chain in numbers.
+
+    Attributes:
+        output_bytes: of each unit [a].
+        before_bytes: gradients that are there while units up to t run forward: that of output t, unless it is
+            the last one, and the parameter gradients of all units after t.
+        plain_s: seconds of a forward that keeps nothing [uf].
+        start_s: ``start_s[k]`` is the sum of ``plain_s`` before unit k.
+        first_bytes: what a forward that keeps nothing needs beyond its input and ``before_bytes``.
+        sweep_bytes: the same with its input, for units after the first of a sweep.
+        options: of each unit.
+        fastest: of each unit, the option with the least seconds in all.
+        closing: of each unit, the fastest option where it ends a part (a direct one needs no forward there).
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        units = problem.units
+        self.num_units = len(units)
+        self.output_bytes = np.array([unit.output_bytes for unit in units], dtype=np.int64)
+        gradient = np.array([unit.gradient_bytes for unit in units], dtype=np.int64)
+        parameter = np.array([unit.parameter_gradient_bytes for unit in units], dtype=np.int64)
+        #: Parameter gradients of the units after t.
+        self.after_bytes = parameter.sum() - np.cumsum(parameter)
+        self.gradient_bytes = gradient + self.after_bytes
+        self.before_bytes = self.gradient_bytes.copy()
+        self.before_bytes[-1] = 0
+        self.plain_s = np.array([unit.lightest.forward_s for unit in units], dtype=np.float64)
+        self.start_s = np.concatenate([[0.0], np.cumsum(self.plain_s)])
+        plain = np.array([unit.plain_transient_bytes for unit in units], dtype=np.int64)
+        self.first_bytes = self.output_bytes + plain
+        self.sweep_bytes = self.first_bytes + np.concatenate([[0], self.output_bytes[:-1]])
+        self.options = [self._options(problem, index) for index in range(self.num_units)]
+        self.fastest = [min(options, key=lambda o: (o.total_s, o.kept_bytes)) for options in self.options]
+        self.closing = [self._closing(options) for options in self.options]
+        #: Whether keeping everything under the fastest options is the least any schedule can take.
+        self.fastest_is_least = all(
+            fastest.total_s <= plain_s + option.backward_s
+            for fastest, plain_s, options in zip(self.fastest, self.plain_s, self.options, strict=True)
+            for option in options
+            if option.is_direct
+        )
+
+    def _options(self, problem: Problem, index: int) -> list[OptionCosts]:
+        unit = problem.units[index]
+        source_bytes = problem.units[index - 1].gradient_bytes if index else problem.input_gradient_bytes
+        after_bytes = int(self.after_bytes[index])
+
+        def costs(position: int, option: Option) -> OptionCosts:
+            kept_bytes = unit.output_bytes + option.held_bytes
+            read_bytes = unit.gradient_bytes + option.held_bytes + option.holds_output * unit.output_bytes
+            run_bytes = max(option.replay_transient_bytes, source_bytes + option.backward_transient_bytes)
+            left_bytes = source_bytes + unit.parameter_gradient_bytes
+            return OptionCosts(
+                index=position,
+                forward_s=option.forward_s,
+                backward_s=option.extra_s + option.backward_s,
+                kept_bytes=kept_bytes,
+                forward_bytes=kept_bytes + option.forward_transient_bytes,
+                backward_bytes=after_bytes + max(read_bytes + run_bytes, left_bytes),
+                is_direct=not option.needs_forward and index < self.num_units - 1,
+            )
+
+        return [costs(position, option) for position, option in enumerate(unit.options)]
+
+    @staticmethod
+    def _closing(options: list[OptionCosts]) -> OptionCosts:
+        def key(option: OptionCosts) -> tuple[float, int]:
+            return (option.closing_s, option.backward_bytes)
+
+        return min(options, key=key)
+
+    def sweep_needs(self, first: int) -> Ints:
+        """``[i]``: bytes beyond ``before_bytes`` to run ``first`` … ``first + i`` and keep nothing."""
+        needs = self.sweep_bytes[first:].copy()
+        needs[0] = self.first_bytes[first]
+        return np.maximum.accumulate(needs)
+
+    def common_divisor(self) -> int:
+        """The largest number of bytes that divides every size the recurrences read."""
+        sizes = [*self.output_bytes, *self.before_bytes, *self.first_bytes, *self.sweep_bytes]
+        for options in self.options:
+            for option in options:
+                sizes += [option.kept_bytes, option.forward_bytes, option.backward_bytes]
+        return math.gcd(*map(int, sizes))

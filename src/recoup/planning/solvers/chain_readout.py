@@ -1,0 +1,153 @@
+"""From the chain solver's table to a schedule: follow the rows, decision by decision."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from recoup.planning.actions import Action, Backward, Forward, Keep
+from recoup.planning.schedule import Schedule
+from recoup.planning.solvers.chain_costs import ChainCosts
+from recoup.planning.solvers.chain_table import ChainTable
+
+__all__ = ["keep_everything", "read_schedule", "sweep"]
+
+_EDGE = -1
+
+
+class _Part(NamedTuple):
+    """A part of the chain that is yet to be scheduled, at a level or at its edge."""
+
+    first: int
+    last: int
+    level: int
+
+
+class _Decision(NamedTuple):
+    """How a part starts: an option of its first unit (``cut`` is 0), or a sweep up to ``cut``."""
+
+    seconds: float
+    option: int
+    cut: int
+
+
+def sweep(first: int, cut: int) -> list[Action]:
+    """Forwards of ``first`` … ``cut - 1`` that keep only the input of ``first``.
+
+    >>> from recoup.planning.schedule import trace
+    >>> trace(sweep(0, 2)), trace(sweep(2, 5))
+    ('F0 F1', 'F2i F3 F4')
+    """
+    head = Forward(first, keep=Keep.INPUT) if first else Forward(first)
+    return [head, *(Forward(unit) for unit in range(first + 1, cut))]
+
+
+def keep_everything(costs: ChainCosts, first: int, last: int) -> list[Action]:
+    """Forwards and backwards of a part, all under the units' fastest options."""
+    chosen = [*costs.fastest[first:last], costs.closing[last]]
+    actions: list[Action] = []
+    for unit, option in enumerate(chosen, start=first):
+        if not (unit == last and option.is_direct):
+            actions.append(Forward(unit, keep=Keep.OPTION, option=option.index))
+    backwards = [Backward(unit, option=option.index) for unit, option in enumerate(chosen, start=first)]
+    return actions + backwards[::-1]
+
+
+def read_schedule(table: ChainTable, num_bytes: int) -> Schedule:
+    """The schedule behind the whole chain's row at ``num_bytes`` (beyond resident bytes and input)."""
+    last = table.costs.num_units - 1
+    actions: list[Action] = []
+    # A stack, not recursion: parts nest as deep as the chain is long.
+    todo: list[_Part | Action] = [_Part(0, last, _level(table, 0, last, num_bytes))]
+    while todo:
+        item = todo.pop()
+        if not isinstance(item, _Part):
+            actions.append(item)
+            continue
+        position = table.shape.position(item.first, item.last)
+        if item.level != _EDGE and item.level >= table.saturation(item.first, position):
+            actions += keep_everything(table.costs, item.first, item.last)
+            continue
+        todo += reversed(_expand(table, item, position))
+    return Schedule(actions)
+
+
+def _level(table: ChainTable, first: int, last: int, num_bytes: int) -> int:
+    """The level that exact bytes stand for, or the edge where that is better."""
+    position = table.shape.position(first, last)
+    level = min(num_bytes // table.level_bytes, table.num_levels)
+    return level if table.rows[first][position, level] <= table.edges[first][position] else _EDGE
+
+
+def _expand(table: ChainTable, part: _Part, position: int) -> list[_Part | Action]:
+    """One decision: the actions and smaller parts that a part consists of."""
+    first, last, level = part
+    is_edge = level == _EDGE
+    decision = _decide_edge(table, part, position) if is_edge else _decide_level(table, part, position)
+    if not is_edge and table.edges[first][position] < decision.seconds:
+        return [_Part(first, last, _EDGE)]
+    num_bytes = int(table.floors.least[first][position])
+    if decision.cut:
+        cut = decision.cut
+        if is_edge:
+            right = _level(table, cut, last, num_bytes - int(table.costs.output_bytes[cut - 1]))
+            left = _level(table, first, cut - 1, num_bytes)
+        else:
+            right, left = level - int(table.input_levels[cut]), level
+        return [*sweep(first, cut), _Part(cut, last, right), _Part(first, cut - 1, left)]
+    option = table.costs.options[first][decision.option]
+    backward = Backward(first, option=option.index)
+    if first == last and option.is_direct:
+        return [backward]
+    forward = Forward(first, keep=Keep.OPTION, option=option.index)
+    if first == last:
+        return [forward, backward]
+    rest_bytes = num_bytes - option.kept_bytes
+    rest = _level(table, first + 1, last, rest_bytes) if is_edge else level - table.level(option.kept_bytes)
+    return [forward, _Part(first + 1, last, rest), backward]
+
+
+def _decide_edge(table: ChainTable, part: _Part, position: int) -> _Decision:
+    first, last, _ = part
+    num_bytes = int(table.floors.least[first][position])
+    options = table.option_seconds(first, last, num_bytes)
+    best = _Decision(min(options), options.index(min(options)), 0)
+    if position:
+        swept = table.costs.sweep_needs(first)
+        cuts = table.cut_seconds(first, position, last, num_bytes, swept)
+        index = int(cuts.argmin())
+        if cuts[index] < best.seconds:
+            best = _Decision(float(cuts[index]), 0, int(table.cut_units(first, position)[index]))
+    return best
+
+
+def _decide_level(table: ChainTable, part: _Part, position: int) -> _Decision:
+    first, last, level = part
+    options = [_option_at_level(table, part, index) for index in range(len(table.costs.options[first]))]
+    best = _Decision(min(options), options.index(min(options)), 0)
+    if position:
+        cuts = table.cut_units(first, position)
+        right = table.right[last][cuts - table.shape.base(last), level]
+        seconds = table.rows[first][:position, level] + right - table.costs.start_s[first]
+        needed = table.costs.sweep_needs(first)[cuts - 1 - first] + table.costs.before_bytes[last]
+        seconds = np.where(table.levels(needed) <= level, seconds, np.inf)
+        index = int(seconds.argmin())
+        if seconds[index] < best.seconds:
+            best = _Decision(float(seconds[index]), 0, int(cuts[index]))
+    return best
+
+
+def _option_at_level(table: ChainTable, part: _Part, index: int) -> float:
+    first, last, level = part
+    option = table.costs.options[first][index]
+    before = int(table.costs.before_bytes[last])
+    is_direct = first == last and option.is_direct
+    needed = option.backward_bytes if is_direct else max(option.forward_bytes + before, option.backward_bytes)
+    fits = table.level(needed) <= level
+    if first == last:
+        return option.closing_s if fits else float("inf")
+    rest = level - table.level(option.kept_bytes)
+    if not fits or rest < 0:
+        return float("inf")
+    return option.total_s + float(table.rows[first + 1][table.shape.position(first + 1, last), rest])

@@ -1,0 +1,156 @@
+"""An independent search over all legal schedules of a small chain, with its own bookkeeping.
+
+It explores states (what is on the device, which backwards have run) in order of seconds, and never passes
+the budget. ``persistent`` restricts it to persistent schedules; otherwise any value may be dropped at any
+time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
+
+from recoup.planning import Action, Backward, Drop, Forward, Keep, Problem, Schedule, Value
+
+NONE = -1
+
+
+class State(NamedTuple):
+    next_backward: int
+    is_seeded: bool
+    outputs: int  # bit i: output i is on the device
+    kept: int  # bit i: output i may not be dropped (persistent schedules only)
+    held: tuple[int, ...]  # option held for each unit, or NONE
+
+
+class Search:
+    def __init__(self, problem: Problem, budget_bytes: int, *, persistent: bool) -> None:
+        assert not problem.has_skips
+        self.problem, self.units, self.n = problem, problem.units, len(problem.units)
+        self.budget_bytes, self.persistent = budget_bytes, persistent
+        self.fixed_bytes = problem.resident_bytes + problem.input_bytes
+
+    def live_bytes(self, state: State) -> int:
+        total = self.fixed_bytes
+        for index, unit in enumerate(self.units):
+            total += unit.output_bytes * (state.outputs >> index & 1)
+            if state.held[index] != NONE:
+                total += unit.options[state.held[index]].held_bytes
+            if index > state.next_backward:
+                total += unit.parameter_gradient_bytes
+        if state.next_backward < 0:
+            return total + self.problem.input_gradient_bytes
+        return total + state.is_seeded * self.units[state.next_backward].gradient_bytes
+
+    def pinned(self, held: tuple[int, ...], index: int) -> bool:
+        return index >= 0 and held[index] != NONE and self.units[index].options[held[index]].holds_output
+
+    def forwards(self, state: State) -> Iterator[tuple[float, State, Action]]:
+        live = self.live_bytes(state)
+        for index in range(state.next_backward + 1):
+            if index and not state.outputs >> (index - 1) & 1:
+                continue
+            unit = self.units[index]
+            choices: list[Forward] = [Forward(index)]
+            if index:
+                choices.append(Forward(index, keep=Keep.INPUT))
+            if state.held[index] == NONE:
+                choices += [Forward(index, keep=Keep.OPTION, option=k) for k in range(len(unit.options))]
+            for action in choices:
+                option = unit.lightest if action.option is None else unit.options[action.option]
+                if (
+                    live + unit.output_bytes + option.held_bytes + option.forward_transient_bytes
+                    > self.budget_bytes
+                ):
+                    continue
+                after = self.after_forward(state, action)
+                if after is not None and self.live_bytes(after) <= self.budget_bytes:
+                    yield option.forward_s, after, action
+
+    def after_forward(self, state: State, action: Forward) -> State | None:
+        index, outputs, kept, held = action.unit, state.outputs, state.kept, state.held
+        source = 1 << (index - 1) if index else 0
+        if action.option is not None:
+            held = (*held[:index], action.option, *held[index + 1 :])
+        if action.keep is Keep.NOTHING:
+            if kept & source:
+                return None  # the same as keeping the input, which is among the choices
+            if not self.pinned(held, index - 1):
+                outputs &= ~source
+        elif self.persistent:
+            kept |= source
+        outputs |= 1 << index
+        is_read_later = state.next_backward > index and index < self.n - 1
+        if not is_read_later and not self.pinned(held, index):
+            outputs &= ~(1 << index)
+        return State(state.next_backward, state.is_seeded or index == self.n - 1, outputs, kept, held)
+
+    def backwards(self, state: State) -> Iterator[tuple[float, State, Action]]:
+        index = state.next_backward
+        has_input = index == 0 or state.outputs >> (index - 1) & 1
+        if not (state.is_seeded and has_input):
+            return
+        unit = self.units[index]
+        source_bytes = self.units[index - 1].gradient_bytes if index else self.problem.input_gradient_bytes
+        for k, option in enumerate(unit.options):
+            if state.held[index] not in (NONE, k) or (state.held[index] == NONE and option.needs_forward):
+                continue
+            extra = max(option.replay_transient_bytes, source_bytes + option.backward_transient_bytes)
+            if self.live_bytes(state) + extra > self.budget_bytes:
+                continue
+            held = (*state.held[:index], NONE, *state.held[index + 1 :])
+            outputs = state.outputs & ~(1 << index)
+            if index and not self.pinned(held, index - 1):
+                outputs &= ~(1 << (index - 1))
+            after = State(index - 1, True, outputs, state.kept & outputs, held)
+            if self.live_bytes(after) <= self.budget_bytes:
+                yield option.extra_s + option.backward_s, after, Backward(index, option=k)
+
+    def drops(self, state: State) -> Iterator[tuple[float, State, Action]]:
+        for index in range(self.n):
+            bit = 1 << index
+            if state.outputs & bit and not state.kept & bit and not self.pinned(state.held, index):
+                yield 0.0, state._replace(outputs=state.outputs & ~bit), Drop(index, value=Value.OUTPUT)
+            if state.held[index] != NONE and not self.persistent:
+                held = (*state.held[:index], NONE, *state.held[index + 1 :])
+                is_read_later = state.next_backward > index and index < self.n - 1
+                outputs = state.outputs if is_read_later else state.outputs & ~bit
+                yield 0.0, state._replace(held=held, outputs=outputs), Drop(index, value=Value.HELD)
+
+    def run(self) -> tuple[float, Schedule] | None:
+        start = State(self.n - 1, False, 0, 0, (NONE,) * self.n)
+        order = count()
+        queue: list[tuple[float, int, State]] = [(0.0, next(order), start)]
+        reached: dict[State, tuple[float, State | None, Action | None]] = {start: (0.0, None, None)}
+        done: set[State] = set()
+        while queue:
+            seconds, _, state = heapq.heappop(queue)
+            if state in done:
+                continue
+            done.add(state)
+            if state.next_backward < 0:
+                return seconds, self.schedule(reached, state)
+            for moves in (self.backwards(state), self.forwards(state), self.drops(state)):
+                for cost_s, after, action in moves:
+                    total = seconds + cost_s
+                    if after not in reached or total < reached[after][0]:
+                        reached[after] = (total, state, action)
+                        heapq.heappush(queue, (total, next(order), after))
+        return None
+
+    @staticmethod
+    def schedule(reached: dict[State, tuple[float, State | None, Action | None]], state: State) -> Schedule:
+        actions: list[Action] = []
+        while True:
+            _, previous, action = reached[state]
+            if previous is None or action is None:
+                return Schedule(reversed(actions))
+            actions.append(action)
+            state = previous
+
+
+def brute_force(problem: Problem, budget_bytes: int, *, persistent: bool) -> tuple[float, Schedule] | None:
+    """The least seconds under a budget and a schedule that takes them, or ``None`` if none fits."""
+    return Search(problem, budget_bytes, persistent=persistent).run()
