@@ -2,6 +2,7 @@
 
 from recoup.manual.chain import Chain
 from recoup.manual.run import Gradients, Run
+from recoup.manual.scheduled import ScheduledRun
 from recoup.manual.steps import Step
 
-__all__ = ["Chain", "Gradients", "Run", "Step"]
+__all__ = ["Chain", "Gradients", "Run", "ScheduledRun", "Step"]

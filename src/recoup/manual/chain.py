@@ -9,10 +9,12 @@ from typing import Any
 from recoup.errors import ChainError
 from recoup.manual.memory import Memory
 from recoup.manual.run import Run
+from recoup.manual.scheduled import ScheduledRun, run_schedule
 from recoup.manual.steps import Step, call_forward
+from recoup.planning import Option, Problem, Schedule, Unit
 from recoup.policies import EveryN, KeepAll, Policy
 from recoup.stores import ActivationStore
-from recoup.stores.arrays import copy_array, why_not_array
+from recoup.stores.arrays import array_bytes, copy_array, why_not_array
 
 __all__ = ["Chain"]
 
@@ -105,12 +107,9 @@ class Chain:
             PolicyError: if the policy does not suit this chain or these costs.
             PrecisionError: if the store's precision cannot hold an activation.
         """
-        problem = why_not_array(x)
-        if problem:
-            raise ChainError(f"The chain's input must be an array: {problem}.")
+        array = _checked_input(x)
         policy, store = self._arrangement(policy, store)
         kept = policy.keeps(len(self.steps), costs)
-        array = copy_array(x)
         memory = Memory(store, copy_array(array) if keep_input else None)
         for unit, step in enumerate(self.steps):
             if kept[unit]:
@@ -119,6 +118,58 @@ class Chain:
                 memory.drop(unit, array)
             array = call_forward(step, unit, array)
         return Run(self.steps, memory, array)
+
+    def problem(self, x: Any, *, costs: Sequence[float] | None = None) -> Problem:
+        """Describes the chain for the planner: runs it once, holding nothing, and notes the bytes.
+
+        Every step counts as one option that needs only the step's input for its backward. Gradients count as
+        many bytes as what they are the gradient of.
+
+        Args:
+            x: an input, as for `forward`.
+            costs: seconds of each step's forward, of which its backward takes as many; by default 1 each.
+
+        >>> import numpy as np
+        >>> from recoup.planning import plan
+        >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
+        >>> chain = Chain([square] * 6)
+        >>> best = plan(chain.problem(np.ones(10)), "400B")
+        >>> best.solver, sum(best.predicted.num_recomputes)
+        ('chain', 3)
+        """
+        array = _checked_input(x)
+        input_bytes = array_bytes(array)
+        seconds = _checked_costs(costs, len(self.steps))
+        units = []
+        for unit, step in enumerate(self.steps):
+            array = call_forward(step, unit, array)
+            option = Option("input", forward_s=seconds[unit], backward_s=seconds[unit])
+            units.append(Unit(step.label(unit), [option], output_bytes=array_bytes(array)))
+        return Problem(units, input_bytes=input_bytes, input_gradient_bytes=input_bytes)
+
+    def run_schedule(
+        self, x: Any, schedule: Schedule, *, grad_output: Any | Callable[[Any], Any]
+    ) -> ScheduledRun:
+        """Runs forward and backward as a planner's schedule says, nested replays and moves included.
+
+        Args:
+            x: the input of the first step; it is not changed.
+            schedule: for as many units as the chain has, such as a plan's.
+            grad_output: the gradient of the output, or a function that gives it for the output.
+
+        Raises:
+            ChainError: if the schedule is not legal for this chain; ``recoup.planning.simulate`` says more.
+
+        >>> import numpy as np
+        >>> from recoup.planning import revolve
+        >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
+        >>> run = Chain([square] * 3).run_schedule(
+        ...     np.array([2.0]), revolve(3, num_slots=1), grad_output=np.array([1.0])
+        ... )
+        >>> run.gradients.input, run.num_forwards
+        (array([1024.]), (3, 2, 1))
+        """
+        return run_schedule(self.steps, schedule, array=_checked_input(x), grad_output=grad_output)
 
     def _arrangement(
         self, policy: Policy | None, store: ActivationStore | None
@@ -132,3 +183,19 @@ class Chain:
         if not isinstance(policy, Policy):
             raise ChainError(f"{policy!r} is no policy. Use one of recoup.policies, such as EveryN(4).")
         return policy, store
+
+
+def _checked_input(x: Any) -> Any:
+    """A copy of a chain's input, which the steps may change."""
+    problem = why_not_array(x)
+    if problem:
+        raise ChainError(f"The chain's input must be an array: {problem}.")
+    return copy_array(x)
+
+
+def _checked_costs(costs: Sequence[float] | None, num_steps: int) -> Sequence[float]:
+    if costs is None:
+        return [1.0] * num_steps
+    if len(costs) != num_steps:
+        raise ChainError(f"There are {len(costs)} costs for {num_steps} steps. Give one for each step.")
+    return costs
