@@ -83,13 +83,13 @@ class Arguments:
     tensors go through those hooks, as anything saved there does: an enclosing checkpoint then forgets and
     replays them too.
 
-    The replay gets tensors without a history. Hooks that the function registers on an argument would otherwise end
-    up in the real graph a second time.
+    If an argument has hooks after the forward, the replay gets tensors of its own: what the function registers on
+    them a second time must not reach the real graph.
     """
 
     __slots__ = (
-        "_args", "_held", "_is_flat", "_kwargs", "_needs_grad", "_originals", "_tensors", "_unpack", "_versions",
-        "changed", "others",
+        "_args", "_has_hooks", "_held", "_is_flat", "_kwargs", "_needs_grad", "_originals", "_tensors", "_unpack",
+        "_versions", "changed", "others",
     )  # fmt: skip
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,6 +109,7 @@ class Arguments:
         self._tensors = tensors
         self._versions = _versions(tensors)
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
+        self._has_hooks = False
         self._held: list[Any] = tensors
         self._unpack: Callable[[Any], Tensor] | None = None
         if hooks is not None and tensors:
@@ -126,25 +127,27 @@ class Arguments:
     def settle(self) -> None:
         """Notes, right after the forward, which tensors the function itself changed in place."""
         now = _versions(self._tensors)
+        self._has_hooks = any(tensor._backward_hooks for tensor in self._tensors)
         if now != self._versions:
             self.changed = [index for index, version in enumerate(self._versions) if version != now[index]]
         self._tensors = []
 
     def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
         """Gives the arguments as they were, in new containers."""
-        held, needs_grad = self._held, self._needs_grad
+        held = self._held
         if self._unpack is not None:
             held = [self._unpack(packed) for packed in held]
-        tensors = list(map(_for_replay, held, needs_grad))
-        if not self._is_flat:
-            args = [_put_together(node, tensors) for node in self._args]
-            return args, {key: _put_together(node, tensors) for key, node in self._kwargs.items()}
-        following = iter(tensors)
-        args = [next(following) if isinstance(value, Tensor) else value for value in self._args]
-        kwargs = self._kwargs
-        if kwargs:
-            kwargs = {key: next(following) if isinstance(v, Tensor) else v for key, v in kwargs.items()}
-        return args, kwargs
+        if self._has_hooks or [tensor.requires_grad for tensor in held] != self._needs_grad:
+            # Hooks around the call give back bare data, and the caller may have switched a leaf on or off.
+            held = [
+                tensor.detach().requires_grad_(needs_grad) if needs_grad or tensor.requires_grad else tensor
+                for tensor, needs_grad in zip(held, self._needs_grad, strict=True)
+            ]
+        elif self._is_flat:
+            return self._args, self._kwargs
+        args, kwargs = self._take_all_apart([], []) if self._is_flat else (self._args, self._kwargs)
+        rebuilt = [_put_together(node, held) for node in args]
+        return rebuilt, {key: _put_together(node, held) for key, node in kwargs.items()}
 
     def first_stale(self) -> int | None:
         """The first slot whose tensor was changed in place since before the forward."""
@@ -202,13 +205,6 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # inference tensors have no version counter
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _for_replay(tensor: Tensor, needs_grad: bool) -> Tensor:
-    # Hooks give back bare data, and the caller may have switched a leaf on or off.
-    if tensor.grad_fn is None and tensor.requires_grad == needs_grad:
-        return tensor
-    return tensor.detach().requires_grad_(needs_grad)
 
 
 def _take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
