@@ -153,7 +153,7 @@ def _run(
         return fn(*args, **kwargs)
     forward_context, replay_context = (None, None) if context_fn is None else context_fn()
     frame = Frame(options, fn, args, kwargs, replay_context)
-    push_hooks(frame.pack if options.check != "values" else frame.pack_with_digest, frame.unpack)
+    push_hooks(frame.pack_hook(), frame.unpack)
     try:
         if forward_context is None:
             output = fn(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 NOTE [ How a frame works ]
 
-1. In the forward, every tensor that autograd saves goes through `Frame.pack`, which notes its kind and lets
+1. In the forward, every tensor that autograd saves goes through `Frame._pack`, which notes its kind and lets
    go of it. What autograd keeps instead is the *record*, a small tuple that the frame's list also holds.
 2. The first `Frame.unpack` of a backward replays the function. Its saved tensors arrive in the same order;
    the ones that are still wanted are set aside in ``values``.
@@ -146,24 +146,36 @@ class Frame:
             self._state.settle()
         self._settled = True
 
-    def pack(self, tensor: Tensor) -> Record | _Leaf:
-        """Autograd saves a tensor in the forward: note its kind, let go of it."""
+    def pack_hook(self) -> Callable[[Tensor], Record | _Leaf]:
+        """What autograd calls for every tensor that it saves in the forward."""
+        if self._options.check == "values":
+            return self._pack_with_digest
+        return self._pack if self._state is None else self._pack_beside_modules
+
+    def _pack(self, tensor: Tensor) -> Record | _Leaf:
+        """Notes the kind of a saved tensor and lets go of it."""
         records = self._records
         record = (len(records), kind_of(tensor))
         records.append(record)
-        if tensor.is_leaf:
-            if tensor.requires_grad:
-                self._leaves[record[0]] = tensor
-                return _Leaf(tensor)
-        elif (base := tensor._base) is not None and base.is_leaf and base.requires_grad:
-            self._leaves[record[0]] = base
-            return _Leaf(tensor.detach())
+        if tensor.is_leaf and tensor.requires_grad:
+            self._leaves[record[0]] = tensor
+            return _Leaf(tensor)
         return record
 
-    def pack_with_digest(self, tensor: Tensor) -> Record | _Leaf:
-        """As `pack`, and note the content too."""
+    def _pack_beside_modules(self, tensor: Tensor) -> Record | _Leaf:
+        """As `_pack`; views of parameters, such as a transposed weight, are held like parameters."""
+        base = tensor._base
+        if base is None or not (base.is_leaf and base.requires_grad):
+            return self._pack(tensor)
+        position = len(self._records)
+        self._records.append((position, kind_of(tensor)))
+        self._leaves[position] = base
+        return _Leaf(tensor.detach())
+
+    def _pack_with_digest(self, tensor: Tensor) -> Record | _Leaf:
+        """As `_pack_beside_modules`, and notes the content too."""
         self._digests.append(digest(tensor))
-        return self.pack(tensor)
+        return self._pack_beside_modules(tensor)
 
     def unpack(self, packed: Record | _Leaf) -> Tensor:
         """Autograd needs a saved tensor back."""

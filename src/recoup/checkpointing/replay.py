@@ -121,22 +121,23 @@ def run_with_hooks(
         nonlocal num_saved
         position = num_saved
         num_saved = position + 1
-        if position >= num_records:
-            return tensor.detach()
-        if compare is not None:
-            compare(position, tensor)
-        if not wanted[position]:
-            if check and position in leaves:
-                owner = tensor if tensor.is_leaf else tensor._base
-                if isinstance(owner, Parameter) and owner is not leaves[position]:
-                    raise mismatch.other_parameter(fn, records[position], num_records)
-            return tensor.detach()
-        values[position] = tensor
-        if version := tensor._version:
-            versions[position] = version
-        if position == stop_at:
-            raise _StopReplay
-        return position
+        if position < num_records and wanted[position]:
+            values[position] = tensor
+            if version := tensor._version:
+                versions[position] = version
+            if position == stop_at:
+                raise _StopReplay
+            return position
+        if check and position in leaves:
+            owner = tensor if tensor.is_leaf else tensor._base
+            if isinstance(owner, Parameter) and owner is not leaves[position]:
+                raise mismatch.other_parameter(fn, records[position], num_records)
+        return tensor.detach()
+
+    def pack_carefully(tensor: Tensor) -> int | Tensor:
+        if compare is not None and num_saved < num_records:
+            compare(num_saved, tensor)
+        return pack(tensor)
 
     # Only for a function that runs a backward inside.
     def unpack(packed: int | Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def run_with_hooks(
     _depth.value += 1
     grad_mode = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
-    push_hooks(pack, unpack)
+    push_hooks(pack if compare is None else pack_carefully, unpack)
     try:
         fn(*args, **kwargs)
     except _StopReplay:
