@@ -30,15 +30,18 @@ Function = Callable[[Tensor], Tensor]
 Call = Callable[[Function, Tensor], Tensor]
 
 
-def chain(num_saved: int) -> Function:
-    """A function that saves ``num_saved`` tensors: every sine saves its input."""
+def one(x: Tensor) -> Tensor:
+    return x.sin()
 
-    def fn(x: Tensor) -> Tensor:
-        for _ in range(num_saved):
-            x = x.sin()
-        return x
 
-    return fn
+def twenty(x: Tensor) -> Tensor:
+    for _ in range(20):
+        x = x.sin()
+    return x
+
+
+# Every sine saves its input.
+FUNCTIONS: dict[int, Function] = {1: one, 20: twenty}
 
 
 def contenders() -> dict[str, Call]:
@@ -87,7 +90,7 @@ def time_round(call: Call, fn: Function, leaf: Tensor, num_calls: int) -> float:
 
 def measure(device: str, num_saved: int, num_rounds: int) -> list[str]:
     """Rows of the table for one device and one function."""
-    fn, leaf, calls = chain(num_saved), torch.randn(8, device=device, requires_grad=True), contenders()
+    fn, leaf, calls = FUNCTIONS[num_saved], torch.randn(8, device=device, requires_grad=True), contenders()
     for call in calls.values():
         check(call, fn, leaf)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -144,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows: list[str] = []
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        for num_saved in (1, 20):
+        for num_saved in FUNCTIONS:
             rows += measure(device, num_saved, options.rounds)
     text = report(rows, options.rounds)
     print(text)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recoup
 from recoup import Checkpoint, checkpoint
@@ -380,3 +381,48 @@ def test_reading_saved_tensors_outside_of_a_backward() -> None:
     assert torch.equal(y.grad_fn._saved_result, y)
     y.sum().backward()
     assert torch.equal(x.grad, x.sin().exp() * x.cos())
+
+
+class Scaled(tuple):
+    scale: float
+
+
+class Picky(dict):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("read only")
+
+
+def test_containers_of_every_kind() -> None:
+    compare(lambda call, x: call(lambda top: top.values.sin().exp(), torch.topk(x, 2)).sum(), leaves((5,)))
+
+    def scaled(call: Any, x: Tensor) -> Tensor:
+        pair = Scaled((x * 1, x * 2))
+        pair.scale = 3.0
+        return call(lambda pair: (pair[0] * pair[1] * pair.scale).sin().exp(), pair).sum()
+
+    compare(scaled, leaves((5,)))
+    compare(
+        lambda call, x: call(lambda q: (q[0] * q[-1]).sin(), deque([x, x * 2], maxlen=2)).sum(), leaves((5,))
+    )
+    compare(lambda call, x: call(lambda d: d["a"].sin().exp(), Picky(a=x)).sum(), leaves((5,)))
+
+
+def test_outputs_that_are_hard_to_look_into() -> None:
+    weight = torch.randn(3, requires_grad=True)
+    (out,) = checkpoint(lambda: deque([weight.sin()]))
+    assert out.requires_grad
+
+    class Loop:
+        def __init__(self) -> None:
+            self.me, self.y = self, weight.sin()
+
+    assert checkpoint(Loop).y.requires_grad
+
+
+def test_under_fake_tensors_and_transforms() -> None:
+    with FakeTensorMode():
+        x = torch.randn(4, 3, requires_grad=True)
+        checkpoint(nn.Linear(3, 3), x * 1).sum().backward()
+        assert x.grad.shape == (4, 3)
+    _, tangent = torch.func.jvp(lambda x: checkpoint(torch.sin, x), (torch.ones(3),), (torch.ones(3),))
+    assert torch.equal(tangent, torch.ones(3).cos())

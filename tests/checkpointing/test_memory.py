@@ -220,3 +220,23 @@ def test_ours_inside_another_checkpoint(call: Any) -> None:
     (a.cos().sin() * b.tanh()).exp().sum().backward()
     assert torch.equal(a.grad, x.grad)
     assert torch.equal(b.grad, w.grad)
+
+
+def test_a_module_that_caches_its_output_does_not_chain_the_steps() -> None:
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = self.linear(x).tanh()
+            return self.last
+
+    module, seen = Caches(), []
+    with MemoryTracker() as memory:
+        for _ in range(6):
+            y = checkpoint(module, torch.randn(64, 16))
+            seen.append(memory.current_bytes)
+    assert seen[2] == seen[-1]
+    del y

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from recoup import Checkpoint, checkpoint
+from recoup import Checkpoint, checkpoint, is_replaying
 from recoup.errors import CheckpointError, InputChangedError
 
 norm = nn.BatchNorm1d(4)  # a global, for test_reached_as_a_global
@@ -289,3 +291,204 @@ def test_a_scripted_module() -> None:
         next(scripted.parameters()).add_(1)
     with pytest.raises(InputChangedError, match="parameter"):
         loss.backward()
+
+
+def both(run: Any) -> None:
+    """``run(call)`` gives tensors; plain and checkpointed must agree."""
+    results = []
+    for call in (models.plainly, checkpoint):
+        torch.manual_seed(0)
+        results.append(dict(enumerate(run(call))))
+    models.assert_same(*results)
+
+
+def test_a_loop_variable_that_moved_on() -> None:
+    """Late binding: without help every replay would run the last layer."""
+
+    def run(call: Any) -> Any:
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)]
+        h = torch.randn(2, 4)
+        for layer in layers:
+            h = call(lambda h: layer(h), h)
+        h.sum().backward()
+        return [parameter.grad for layer in layers for parameter in layer.parameters()]
+
+    both(run)
+
+
+factor: Any = None
+
+
+def test_a_global_that_moved_on() -> None:
+    def run(call: Any) -> Any:
+        global factor
+        x = torch.randn(3, requires_grad=True)
+        h = x * 1
+        for factor in (0.5, 2, torch.ones(3)):
+            h = call(lambda h: (h * factor).sin().exp(), h)
+        last = factor
+        h.sum().backward()
+        assert factor is last
+        return [x.grad]
+
+    both(run)
+
+
+def test_a_nonlocal_counter() -> None:
+    def run(call: Any) -> Any:
+        count = 0
+
+        def counting(x: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            return (x * count).sin().exp()
+
+        x = torch.randn(3, requires_grad=True)
+        call(counting, call(counting, x)).sum().backward()
+        return [x.grad, torch.tensor(count)]
+
+    both(run)
+
+
+def test_requires_grad_switched_in_between() -> None:
+    def run(call: Any) -> Any:
+        layer, weight = nn.Linear(3, 3).requires_grad_(False), torch.randn(3, requires_grad=True)
+        data = torch.randn(3, 3)
+        y = call(lambda x: layer(x) * weight, data)
+        layer.requires_grad_(True)
+        data.requires_grad_(True)
+        y.sum().backward()
+        assert layer.weight.requires_grad
+        return [weight.grad]
+
+    both(run)
+
+
+def test_forward_hooks_removed_and_added_in_between() -> None:
+    def run(call: Any) -> Any:
+        module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3, requires_grad=True)
+        handle = module[0].register_forward_hook(lambda module, args, output: output * 2)
+        y = call(module, x)
+        handle.remove()
+        module[1].register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+        y.sum().backward()
+        return [x.grad]
+
+    both(run)
+
+
+class Deeper(nn.Module):
+    """State where nobody registers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["hidden"] = nn.BatchNorm1d(4)
+        self.listed = [nn.BatchNorm1d(4)]
+        self.history: list[int] = []
+        self.table: dict[str, int] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.history.append(1)
+        self.table["calls"] = self.table.get("calls", 0) + 1
+        x = self.listed[0](self.__dict__["hidden"](x))
+        return (x * len(self.history) * self.table["calls"]).sin().exp()
+
+
+def test_state_in_lists_dictionaries_and_unregistered_modules() -> None:
+    def run(call: Any) -> Any:
+        module, x = Deeper(), torch.randn(6, 4, requires_grad=True)
+        (call(module, x) + call(module, x)).sum().backward()
+        counts = [torch.tensor(len(module.history)), torch.tensor(module.table["calls"])]
+        return [x.grad, *counts, *module.listed[0].buffers(), *module.__dict__["hidden"].buffers()]
+
+    both(run)
+
+
+def test_attributes_that_trade_names() -> None:
+    class Mode(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * (2.0 if hasattr(self, "first") else 5.0)).sin().exp()
+
+    def run(call: Any) -> Any:
+        module, x = Mode(), torch.randn(3, requires_grad=True)
+        module.first = True
+        y = call(module, x)
+        del module.first
+        module.second = True
+        y.sum().backward()
+        assert not hasattr(module, "first")
+        return [x.grad]
+
+    both(run)
+
+
+def test_a_large_buffer_changed_without_a_version() -> None:
+    """The usual style of a codebook that follows its data."""
+
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("codes", torch.ones(300, 100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.codes.data.mul_(0.5).add_(1)
+            return (x * self.codes[0, :3]).sin().exp()
+
+    def run(call: Any) -> Any:
+        module, x = Codebook(), torch.randn(3, requires_grad=True)
+        call(module, call(module, x)).sum().backward()
+        return [x.grad, module.codes]
+
+    results = []
+    for call in (models.plainly, checkpoint):
+        torch.manual_seed(0)
+        results.append(run(call))
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_hooks_that_the_function_registers_on_its_argument() -> None:
+    def run(call: Any) -> Any:
+        def scaled(h: Tensor) -> Tensor:
+            h.register_hook(lambda grad: grad * 3)
+            return h.sin().exp()
+
+        x = torch.randn(3, requires_grad=True)
+        call(scaled, x * 1).sum().backward()
+        return [x.grad]
+
+    both(run)
+
+
+def test_two_threads_replay_one_module() -> None:
+    """The second must not take the first one's copies for the real buffers."""
+    inner = nn.BatchNorm1d(4)
+    real, meet = inner.running_mean, threading.Barrier(2, timeout=5)
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor, wait: float) -> Tensor:
+            y = self.inner(x)
+            if is_replaying():
+                time.sleep(wait)
+            return y.exp()
+
+    module = Slow()
+    losses = [
+        checkpoint(module, torch.randn(8, 4, requires_grad=True), 0.05 * (i + 1)).sum() for i in range(2)
+    ]
+    values = real.clone()
+
+    def backward(index: int) -> None:
+        meet.wait()
+        losses[index].backward()
+
+    threads = [threading.Thread(target=backward, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inner.running_mean is real
+    assert torch.equal(real, values)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """How to checkpoint: call it with a function and its arguments, or use it as a decorator.
 
@@ -56,6 +56,9 @@ class Checkpoint:
     def __post_init__(self) -> None:
         if self.check not in ("metadata", "values", "none"):
             raise ValueError(f"check is 'metadata', 'values' or 'none'; got {self.check!r}.")
+        for name in ("preserve_rng", "preserve_buffers", "early_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False; got {getattr(self, name)!r}.")
 
     def __call__(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Any:
         """Runs ``fn`` checkpointed, or returns it checkpointed if nothing but ``fn`` is given."""
@@ -150,7 +153,7 @@ def _run(
         return fn(*args, **kwargs)
     forward_context, replay_context = (None, None) if context_fn is None else context_fn()
     frame = Frame(options, fn, args, kwargs, replay_context)
-    push_hooks(frame.pack if options.check != "values" else frame.pack_with_digest, frame.unpack)
+    push_hooks(frame.pack_hook(), frame.unpack)
     try:
         if forward_context is None:
             output = fn(*args, **kwargs)
@@ -160,7 +163,7 @@ def _run(
     finally:
         pop_hooks()
     frame.settle()
-    if not frame.num_tensors and not _needs_grad(output):
+    if frame.is_idle() and not _needs_grad(output):
         raise NothingToCheckpointError(
             f"{describe_function(fn)} was given no tensor and its result needs no gradient: there is nothing to"
             " checkpoint. Pass its inputs as arguments, or call it directly."
@@ -188,15 +191,17 @@ def _traced(
 
 def _not_callable(fn: Any) -> TypeError:
     return TypeError(
-        f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got {fn!r} as function."
+        f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got a {type(fn).__name__} as function."
     )
 
 
-def _needs_grad(output: Any) -> bool:
+def _needs_grad(output: Any, depth: int = 3) -> bool:
     if isinstance(output, Tensor):
         return output.requires_grad
+    if depth == 0:
+        return False
     if isinstance(output, dict):
-        return any(map(_needs_grad, output.values()))
+        return any(_needs_grad(value, depth - 1) for value in output.values())
     if isinstance(output, (list, tuple)):
-        return any(map(_needs_grad, output))
-    return any(map(_needs_grad, getattr(output, "__dict__", {}).values()))
+        return any(_needs_grad(value, depth - 1) for value in output)
+    return any(_needs_grad(value, depth - 1) for value in getattr(output, "__dict__", {}).values())

@@ -1,20 +1,24 @@
 """The arguments of one checkpointed call: taken apart, held, and put together again for the replay.
 
-Containers (lists, tuples, dicts, dataclasses, to any depth) are taken apart so that each tensor is held and
+Containers (lists, tuples, dicts, deques, dataclasses, to any depth) are taken apart so that each tensor is held and
 watched by itself, and so that the replay gets containers of its own, filled as they were before the forward,
-whatever the caller or the function did to the originals. All other values are held as they are.
+whatever the caller or the function did to the originals. All other values are held as they are; iterators, which a
+replay would find used up, are refused.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+import weakref
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from recoup.errors import CheckpointError
 
 __all__ = ["Arguments"]
 
@@ -42,19 +46,33 @@ class _Container:
         self.children = children
         self.pattern: Any = None
         """An emptied copy, for containers that carry more than their items."""
-        if self.kind not in _BARE and not isinstance(original, tuple):
+        if isinstance(original, tuple):
+            self.pattern = getattr(original, "__dict__", None) or None
+        elif self.kind not in _BARE:
             self.pattern = copy.copy(original)
             self.fill(self.pattern, [None] * len(keys))
 
     def fill(self, container: Any, values: list[Any]) -> None:
         if isinstance(container, list):
             container[:] = values
+        elif isinstance(container, deque):
+            container.clear()
+            container.extend(values)
         elif isinstance(container, (dict, UserDict)):
             for key, value in zip(self.keys, values, strict=True):
                 container[key] = value
         else:
             for key, value in zip(self.keys, values, strict=True):
                 object.__setattr__(container, key, value)  # frozen dataclasses too
+
+    def make_tuple(self, children: list[Any]) -> Any:
+        if hasattr(self.kind, "n_sequence_fields"):  # what torch.topk and others return
+            return self.kind(children)
+        # Past the subclass's own __new__: a named tuple takes fields, a packed sequence computes some.
+        made = tuple.__new__(self.kind, children)
+        if self.pattern:
+            made.__dict__.update(self.pattern)
+        return made
 
 
 class Arguments:
@@ -64,10 +82,14 @@ class Arguments:
     tell whether anyone changed them. With hooks around it (an enclosing checkpoint, ``save_on_cpu``) the
     tensors go through those hooks, as anything saved there does: an enclosing checkpoint then forgets and
     replays them too.
+
+    If an argument has hooks after the forward, the replay gets tensors of its own: what the function registers on
+    them a second time must not reach the real graph.
     """
 
     __slots__ = (
-        "_args", "_held", "_is_flat", "_kwargs", "_needs_grad", "_tensors", "_unpack", "_versions", "changed", "others",
+        "_args", "_has_hooks", "_held", "_is_flat", "_kwargs", "_needs_grad", "_originals", "_tensors", "_unpack",
+        "_versions", "changed", "others",
     )  # fmt: skip
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,12 +108,14 @@ class Arguments:
         """Slots that the function itself changed in place, filled by `settle`."""
         self._tensors = tensors
         self._versions = _versions(tensors)
+        self._needs_grad = [tensor.requires_grad for tensor in tensors]
+        self._has_hooks = False
         self._held: list[Any] = tensors
         self._unpack: Callable[[Any], Tensor] | None = None
         if hooks is not None and tensors:
             pack, self._unpack = hooks
-            self._needs_grad = [tensor.requires_grad for tensor in tensors]
             self._held = [pack(tensor) for tensor in tensors]
+            self._originals = [weakref.ref(tensor) for tensor in tensors]
 
     def _take_all_apart(self, tensors: list[Tensor], others: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         args = [_take_apart(value, tensors, others) for value in self._args]
@@ -103,29 +127,46 @@ class Arguments:
     def settle(self) -> None:
         """Notes, right after the forward, which tensors the function itself changed in place."""
         now = _versions(self._tensors)
+        self._has_hooks = any(tensor._backward_hooks for tensor in self._tensors)
         if now != self._versions:
             self.changed = [index for index, version in enumerate(self._versions) if version != now[index]]
         self._tensors = []
 
     def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
         """Gives the arguments as they were, in new containers."""
-        if self._is_flat:
-            return self._args, self._kwargs
-        tensors = self._held
+        held = self._held
         if self._unpack is not None:
-            tensors = [
-                _with_grad(self._unpack(packed)) if needs_grad else self._unpack(packed)
-                for packed, needs_grad in zip(self._held, self._needs_grad, strict=True)
+            held = [self._unpack(packed) for packed in held]
+        if self._has_hooks or [tensor.requires_grad for tensor in held] != self._needs_grad:
+            # Hooks around the call give back bare data, and the caller may have switched a leaf on or off.
+            held = [
+                tensor.detach().requires_grad_(needs_grad) if needs_grad or tensor.requires_grad else tensor
+                for tensor, needs_grad in zip(held, self._needs_grad, strict=True)
             ]
-        args = [_put_together(node, tensors) for node in self._args]
-        return args, {key: _put_together(node, tensors) for key, node in self._kwargs.items()}
+        elif self._is_flat:
+            return self._args, self._kwargs
+        args, kwargs = self._take_all_apart([], []) if self._is_flat else (self._args, self._kwargs)
+        rebuilt = [_put_together(node, held) for node in args]
+        return rebuilt, {key: _put_together(node, held) for key, node in kwargs.items()}
 
     def first_stale(self) -> int | None:
         """The first slot whose tensor was changed in place since before the forward."""
         if self.changed:
             return self.changed[0]
-        if self._unpack is None and (now := _versions(self._held)) != self._versions:
+        if self._unpack is not None:
+            return self._first_stale_behind_hooks(self._unpack)
+        if (now := _versions(self._held)) != self._versions:
             return next(index for index, version in enumerate(self._versions) if version != now[index])
+        return None
+
+    def _first_stale_behind_hooks(self, unpack: Callable[[Any], Tensor]) -> int | None:
+        """Hooks that copy are safe; ones that hand back the same memory are not."""
+        for index, (reference, version) in enumerate(zip(self._originals, self._versions, strict=True)):
+            original = reference()
+            if original is not None and _versions([original]) != [version]:
+                given = unpack(self._held[index])
+                if given.data_ptr() == original.data_ptr():
+                    return index
         return None
 
     def describe(self) -> list[str]:
@@ -166,29 +207,39 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _with_grad(tensor: Tensor) -> Tensor:
-    # Hooks give back bare data. Without this the replay would record no graph and save nothing.
-    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
 def _take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Slot(len(tensors) - 1)
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, (list, tuple)):
-        return _Container(
-            value, tuple(range(len(value))), [_take_apart(item, tensors, others) for item in value]
+    if isinstance(value, Iterator):
+        raise CheckpointError(
+            f"An argument is an iterator ({type(value).__name__}), which the replay would find used up. Pass a list."
         )
-    if isinstance(value, (dict, UserDict)):
-        children = [_take_apart(item, tensors, others) for item in value.values()]
-        return _Container(value, tuple(value), children)
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
-        keys = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-        return _Container(value, keys, [_take_apart(getattr(value, key), tensors, others) for key in keys])
+    found = _contents(value)
+    if found is not None:
+        mark = len(tensors)
+        try:
+            return _Container(value, found[0], [_take_apart(item, tensors, others) for item in found[1]])
+        except CheckpointError:
+            raise
+        except Exception:  # a container that cannot be copied or filled: held as it is
+            del tensors[mark:]
     others.append(value)
     return value
+
+
+def _contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """The keys and items of a container, or None if it is no container that can be taken apart."""
+    if isinstance(value, (list, tuple, deque)):
+        return tuple(range(len(value))), list(value)
+    if isinstance(value, (dict, UserDict)):
+        return tuple(value), list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
+        keys = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+        return keys, [getattr(value, key) for key in keys]
+    return None
 
 
 def _put_together(node: Any, tensors: list[Tensor]) -> Any:
@@ -202,8 +253,7 @@ def _put_together(node: Any, tensors: list[Tensor]) -> Any:
     if node.kind is dict:
         return dict(zip(node.keys, children, strict=True))
     if issubclass(node.kind, tuple):
-        # Past the subclass's own __new__: a named tuple takes fields, a packed sequence computes some.
-        return tuple.__new__(node.kind, children)
+        return node.make_tuple(children)
     container = copy.copy(node.pattern)
     node.fill(container, children)
     return container
@@ -213,6 +263,6 @@ def _paths(node: Any, name: str) -> Iterator[tuple[int, str]]:
     if type(node) is _Slot:
         yield node.index, name
     elif type(node) is _Container:
-        attributes = not issubclass(node.kind, (list, tuple, dict, UserDict))
+        attributes = not issubclass(node.kind, (list, tuple, deque, dict, UserDict))
         for key, child in zip(node.keys, node.children, strict=True):
             yield from _paths(child, f"{name}.{key}" if attributes else f"{name}[{key!r}]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import TypeAlias
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -11,6 +12,11 @@ from torch.utils._device import DeviceContext
 from recoup.checkpointing.rng import RandomState
 
 __all__ = ["Environment"]
+
+_Settings: TypeAlias = tuple[bool, bool, bool, bool, bool, int]
+
+# Places in what `_read_settings` gives. (A named tuple would cost more than all the reading.)
+_DETERMINISM, _AUTOCAST, _MODES = slice(0, 4), 4, 5
 
 _get_deterministic = torch._C._get_deterministic_algorithms
 _get_warn_only = torch._C._get_deterministic_algorithms_warn_only
@@ -28,8 +34,8 @@ class Environment:
     def __init__(self, generators: list[torch.Generator], *, preserve_rng: bool) -> None:
         self._random = RandomState(generators) if preserve_rng else None
         self._settings = settings = _read_settings()
-        self._autocast = _read_autocast() if settings[4] else None
-        self._default_device = _read_default_device() if settings[5] else None
+        self._autocast = _read_autocast() if settings[_AUTOCAST] else None
+        self._default_device = _read_default_device() if settings[_MODES] else None
 
     def settle(self) -> None:
         """Drops, right after the forward, what the replay will not need."""
@@ -50,10 +56,10 @@ class Environment:
         if self._random is not None:
             stack.callback(self._random.restore())
         now = _read_settings()
-        if self._settings[:4] != now[:4]:
-            stack.callback(_set_determinism, *now[:4])
-            _set_determinism(*self._settings[:4])
-        if self._autocast is not None or now[4]:
+        if self._settings[_DETERMINISM] != now[_DETERMINISM]:
+            stack.callback(_set_determinism, now)
+            _set_determinism(self._settings)
+        if self._autocast is not None or now[_AUTOCAST]:
             for device, enabled, dtype, cache in self._autocast or _autocast_off():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache))
         if self._default_device is not None:
@@ -67,7 +73,7 @@ class Environment:
         return f"RNG state of {num_generators} generator{'s' * (num_generators != 1)}"
 
 
-def _read_settings() -> tuple[bool, bool, bool, bool, bool, int]:
+def _read_settings() -> _Settings:
     """All that takes no time to read and is usually the same in the replay.
 
     Four deterministic settings, whether any autocast is on, and the number of function modes (one of them may
@@ -83,9 +89,8 @@ def _read_settings() -> tuple[bool, bool, bool, bool, bool, int]:
     )
 
 
-def _set_determinism(
-    deterministic: bool, warn_only: bool, cudnn_deterministic: bool, cudnn_benchmark: bool
-) -> None:
+def _set_determinism(settings: _Settings) -> None:
+    deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, *_ = settings
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch._C._set_cudnn_deterministic(cudnn_deterministic)
     torch._C._set_cudnn_benchmark(cudnn_benchmark)

@@ -25,6 +25,7 @@ __all__ = [
     "changed_state",
     "describe_function",
     "kind_of",
+    "other_parameter",
     "parameter_names",
     "saved_otherwise",
     "saved_too_few",
@@ -38,6 +39,8 @@ Record: TypeAlias = tuple[int, Kind]
 
 kind_of: Callable[[Tensor], Kind] = attrgetter("shape", "dtype", "device")
 
+_REPLAY = "run_with_hooks"
+"""The function of replay.py below which the user's own frames lie."""
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
 
 _CAUSES = """\
@@ -88,8 +91,14 @@ def changed_argument(fn: Any, path: str, *, by_function: bool) -> InputChangedEr
     )
 
 
-def changed_state(fn: Any, name: str) -> InputChangedError:
-    """A parameter, buffer or captured tensor was changed in place before the replay."""
+def changed_state(fn: Any, name: str, *, by_function: bool) -> InputChangedError:
+    """A parameter, buffer or captured tensor was changed in place before the replay, which reads it."""
+    if by_function:
+        return InputChangedError(
+            f"{describe_function(fn)}: {name} was changed in place by the function itself, so its replay would start"
+            " from the changed value and change it again. Make it a buffer of a module, or leave the change out of"
+            " the checkpointed function."
+        )
     return InputChangedError(
         f"{describe_function(fn)}: {name} was changed in place between forward and backward, for example by an"
         " optimizer step. A replay with the changed value would give wrong gradients. Run the backward before"
@@ -106,7 +115,7 @@ def changed_saved(fn: Any, what: str) -> InputChangedError:
 
 
 def saved_otherwise(fn: Any, record: Record, tensor: Tensor, num_saved: int) -> ReplayMismatchError:
-    """The replay saved a tensor of another kind at a position. Call it while the operation runs."""
+    """The replay saved a tensor of another kind at a position; while the operation runs, it says where."""
     position, kind = record
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {position + 1} of {num_saved}"
@@ -132,8 +141,17 @@ def saved_too_many(fn: Any, num_saved: int, num_replayed: int) -> ReplayMismatch
     )
 
 
+def other_parameter(fn: Any, record: Record, num_saved: int) -> ReplayMismatchError:
+    """The replay used another parameter than the forward. Call it while the operation runs."""
+    return ReplayMismatchError(
+        f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {record[0] + 1} of {num_saved},"
+        f" {_describe(record[1])}, is another parameter than in the forward{_operation(fn)}: a choice between modules"
+        f" fell differently.\n{_CAUSES}"
+    )
+
+
 def values_drifted(fn: Any, record: Record, num_saved: int) -> ReplayMismatchError:
-    """The replay saved a tensor of the right kind with other content. Call it while the operation runs."""
+    """The replay saved a tensor of the right kind with other content; while the operation runs, it says where."""
     position, kind = record
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {position + 1} of {num_saved},"
@@ -157,15 +175,15 @@ def _operation(fn: Any) -> str:
     frame: FrameType | None = sys._getframe(2)
     line = ""
     modules: list[Module] = []
-    while frame is not None:
+    while frame is not None and frame.f_code.co_name != _REPLAY:
         if not line and not _is_internal(frame):
             line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         owner = frame.f_locals.get("self")
         if isinstance(owner, Module) and (not modules or modules[-1] is not owner):
             modules.append(owner)
-        if owner is fn or owner is getattr(fn, "__self__", fn):
-            break
         frame = frame.f_back
+    if frame is None:  # not called from within a replay
+        return ""
     inside = f", in {_qualified(modules)}" if modules else ""
     return f" (at {line}{inside})" if line else inside
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from recoup.checkpointing import mismatch
 from recoup.checkpointing.digest import digest
@@ -18,7 +19,7 @@ from recoup.checkpointing.mismatch import Record, kind_of
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
 
-__all__ = ["is_replaying", "pop_hooks", "push_hooks", "replay"]
+__all__ = ["is_replaying", "pop_hooks", "push_hooks", "replay", "run_with_hooks"]
 
 # What torch.autograd.graph.saved_tensors_hooks calls; the context manager itself costs four times as much.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -57,8 +58,10 @@ def replay(
     kwargs: dict[str, Any],
     options: Checkpoint,
     records: list[Record],
+    leaves: dict[int, Tensor],
     digests: list[Tensor | None],
     complete: bool,
+    carefully: bool,
 ) -> tuple[dict[int, Tensor], dict[int, int]]:
     """Runs the function again until every saved tensor that is still wanted exists.
 
@@ -70,37 +73,39 @@ def replay(
         kwargs: its keyword arguments.
         options: whether to stop early and what to compare.
         records: what the forward noted of each tensor it saved.
+        leaves: the parameters among them.
         digests: their contents' digests, if the contents are compared.
         complete: whether the forward has ended; if not, the replay may well save more than it did so far.
+        carefully: compare each tensor while the operation that saves it runs.
 
     Raises:
         ReplayMismatchError: it saved other tensors than the forward.
     """
-    careful = partial(_inspect, fn, records, digests) if options.check == "values" else None
-    values, versions, num_saved = _run(fn, args, kwargs, records, options.early_stop, careful)
+    compare = partial(_compare, fn, records, digests) if carefully else None
+    values, versions, num_saved = run_with_hooks(fn, args, kwargs, options, records, leaves, compare)
     # All at once, after the run: in the hook, between operations, the same costs twice as much.
     if options.check == "metadata":
         expected = [records[position][1] for position in values]
         if list(map(kind_of, values.values())) != expected:
-            # Once more, carefully: this raises where it happens and can say where that is.
-            _run(fn, args, kwargs, records, options.early_stop, partial(_inspect, fn, records, digests))
             wrong = next(
                 position for position, tensor in values.items() if kind_of(tensor) != records[position][1]
             )
             raise mismatch.saved_otherwise(fn, records[wrong], values[wrong], len(records))
-    if num_saved > len(records) and complete and options.check != "none":
+    if num_saved > len(records) and complete and not options.early_stop and options.check != "none":
         raise mismatch.saved_too_many(fn, len(records), num_saved)
     return values, versions
 
 
-def _run(
+def run_with_hooks(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
+    options: Checkpoint,
     records: list[Record],
-    early_stop: bool,
-    inspect: Callable[[int, Tensor], None] | None,
+    leaves: dict[int, Tensor],
+    compare: Callable[[int, Tensor], None] | None,
 ) -> tuple[dict[int, Tensor], dict[int, int], int]:
+    """Runs the function and sets aside what it saves and is wanted; also returns how much it saved in all."""
     values: dict[int, Tensor] = {}
     versions: dict[int, int] = {}
     wanted = [count > _UNWANTED for count in map(getrefcount, records)]
@@ -108,25 +113,31 @@ def _run(
     last = num_records - 1
     while not wanted[last]:
         last -= 1
-    stop_at = last if early_stop else None
+    stop_at = last if options.early_stop else None
+    check = options.check != "none"
 
     # A closure: it runs for every saved tensor, and local variables are fast.
     def pack(tensor: Tensor) -> int | Tensor:
         nonlocal num_saved
         position = num_saved
         num_saved = position + 1
-        if position >= num_records:
-            return tensor.detach()
-        if inspect is not None:
-            inspect(position, tensor)
-        if not wanted[position]:
-            return tensor.detach()
-        values[position] = tensor
-        if version := tensor._version:
-            versions[position] = version
-        if position == stop_at:
-            raise _StopReplay
-        return position
+        if position < num_records and wanted[position]:
+            values[position] = tensor
+            if version := tensor._version:
+                versions[position] = version
+            if position == stop_at:
+                raise _StopReplay
+            return position
+        if check and position in leaves:
+            owner = tensor if tensor.is_leaf else tensor._base
+            if isinstance(owner, Parameter) and owner is not leaves[position]:
+                raise mismatch.other_parameter(fn, records[position], num_records)
+        return tensor.detach()
+
+    def pack_carefully(tensor: Tensor) -> int | Tensor:
+        if compare is not None and num_saved < num_records:
+            compare(num_saved, tensor)
+        return pack(tensor)
 
     # Only for a function that runs a backward inside.
     def unpack(packed: int | Tensor) -> Tensor:
@@ -135,7 +146,7 @@ def _run(
     _depth.value += 1
     grad_mode = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
-    push_hooks(pack, unpack)
+    push_hooks(pack if compare is None else pack_carefully, unpack)
     try:
         fn(*args, **kwargs)
     except _StopReplay:
@@ -157,12 +168,8 @@ def _run(
     return result, versions, num_saved
 
 
-def _inspect(
-    fn: Callable[..., Any],
-    records: list[Record],
-    digests: Sequence[Tensor | None],
-    position: int,
-    tensor: Tensor,
+def _compare(
+    fn: Callable[..., Any], records: list[Record], digests: list[Tensor | None], position: int, tensor: Tensor
 ) -> None:
     """Compares one tensor with what the forward noted, while the operation that saves it runs."""
     record = records[position]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 __all__ = ["RandomState"]
 
-_Position: TypeAlias = "torch.Tensor | tuple[int, int]"
+_Position: TypeAlias = "bytes | tuple[int, int]"
+"""A state as bytes, which compare fast and which no mode can take hold of; or a CUDA generator's seed and offset."""
+
+_count_modes = torch._C._len_torch_dispatch_stack
+_peek_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class _Source(NamedTuple):
@@ -29,74 +34,81 @@ class RandomState:
     and a function without randomness costs nothing more.
     """
 
-    __slots__ = ("_cpu", "_cuda_was_ready", "_others")
+    __slots__ = ("_cuda_was_ready", "_positions")
 
     def __init__(self, generators: list[Generator]) -> None:
-        # The CPU's generator is always there and on the path of every call, so it is written out.
-        self._cpu: torch.Tensor | None = _read_cpu()
-        self._others: list[tuple[_Source, _Position]] = []
+        self._positions: list[tuple[_Source, _Position]] = [(_CPU, _CPU.read())]
         self._cuda_was_ready = torch.cuda.is_initialized()
         if self._cuda_was_ready:
             self._note(map(_source, torch.cuda.default_generators))
-        if other := _other_accelerators():
-            self._note(other)
+        if others := _other_accelerators():
+            self._note(others)
         if generators:
             self._note(map(_source, generators))
 
     def _note(self, sources: Iterable[_Source]) -> None:
-        self._others += [(source, source.read()) for source in sources]
+        self._positions += [(source, source.read()) for source in sources]
 
     def settle(self) -> bool:
         """Keeps only the generators that the forward moved; returns whether there are any."""
-        if self._cpu is not None and _same(self._cpu, _read_cpu()):
-            self._cpu = None
-        if self._others:
-            self._others = [pair for pair in self._others if not _same(pair[0].read(), pair[1])]
+        self._positions = [(source, then) for source, then in self._positions if source.read() != then]
         if not self._cuda_was_ready and torch.cuda.is_initialized():
             # CUDA woke up inside the function: its generators began at offset 0 of the seed they have.
             for generator in torch.cuda.default_generators:
-                self._others.append((_source(generator), (generator.initial_seed(), 0)))
-        return self._cpu is not None or bool(self._others)
+                self._positions.append((_source(generator), (generator.initial_seed(), 0)))
+        return bool(self._positions)
 
     def restore(self) -> Callable[[], None]:
         """Puts the generators where they stood before the forward; call the result to put them back."""
-        then = list(self._others)
-        if self._cpu is not None:
-            then.append((_CPU, self._cpu))
-        now = [(source, source.read()) for source, _ in then]
-        _write(then)
-        return partial(_write, now)
+        now = [(source, source.read()) for source, _ in self._positions]
+        _write_all(self._positions)
+        return partial(_write_all, now)
 
     def __len__(self) -> int:
-        return (self._cpu is not None) + len(self._others)
+        return len(self._positions)
 
 
-def _write(positions: list[tuple[_Source, _Position]]) -> None:
+def _write_all(positions: list[tuple[_Source, _Position]]) -> None:
     for source, position in positions:
         source.write(position)
 
 
-def _same(left: _Position, right: _Position) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        # States are bytes on the CPU; comparing them as such is twice as fast as torch.equal.
-        return left.numpy().tobytes() == right.numpy().tobytes()
-    return left == right
-
-
 def _source(generator: Generator) -> _Source:
     if generator.device.type == "cuda":
+        # Seed and offset say everything; the state *tensor* would cost a copy.
         return _Source(partial(_read_cuda, generator), partial(_write_cuda, generator))
-    return _Source(generator.get_state, generator.set_state)
+    return _Source(partial(_read_state, generator.get_state), partial(_write_state, generator.set_state))
 
 
 def _read_cuda(generator: Generator) -> tuple[int, int]:
-    # Seed and offset say everything; the state *tensor* would cost a copy.
     return generator.initial_seed(), generator.get_offset()
 
 
 def _write_cuda(generator: Generator, position: tuple[int, int]) -> None:
     generator.manual_seed(position[0])
     generator.set_offset(position[1])
+
+
+def _read_state(get_state: Callable[[], Tensor]) -> bytes:
+    with _without_modes():
+        return get_state().numpy().tobytes()
+
+
+def _write_state(set_state: Callable[[Tensor], Any], state: bytes) -> None:
+    with _without_modes():
+        set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _without_modes() -> ExitStack:
+    """Fake tensors, trackers and function transforms have no business with a generator's state."""
+    stack = ExitStack()
+    stack.enter_context(torch._C._DisableTorchDispatch())
+    stack.enter_context(torch._C._DisableFuncTorch())
+    return stack
+
+
+def _set_state(module: Any, place: tuple[Any, ...], state: Tensor) -> None:
+    module.set_rng_state(state, *place)
 
 
 @cache
@@ -108,13 +120,26 @@ def _other_accelerators() -> tuple[_Source, ...]:
     module = torch.get_device_module(accelerator.type)
     if not hasattr(module, "get_rng_state"):
         return ()
+    places: list[tuple[Any, ...]] = [(index,) for index in range(torch.accelerator.device_count())]
     if accelerator.type == "mps":
-        return (_Source(module.get_rng_state, module.set_rng_state),)
+        places = [()]
     return tuple(
-        _Source(partial(module.get_rng_state, index), partial(module.set_rng_state, device=index))
-        for index in range(torch.accelerator.device_count())
+        _Source(
+            partial(_read_state, partial(module.get_rng_state, *place)),
+            partial(_write_state, partial(_set_state, module, place)),
+        )
+        for place in places
     )
 
 
-_CPU = _source(torch.default_generator)
-_read_cpu: Callable[[], torch.Tensor] = torch.default_generator.get_state
+_get_cpu_state = torch.default_generator.get_state
+
+
+def _read_cpu() -> bytes:
+    # On the path of every call, so it is written out.
+    if _count_modes() or _peek_transform() is not None:
+        return _read_state(_get_cpu_state)
+    return _get_cpu_state().numpy().tobytes()
+
+
+_CPU = _Source(_read_cpu, partial(_write_state, torch.default_generator.set_state))

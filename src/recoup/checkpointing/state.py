@@ -2,28 +2,31 @@
 
 NOTE [ The replay sees what the forward saw ]
 
-1. Reachable are: the function itself if it is a module, its bound ``self``, a partial's function and
-   arguments, closure cells, defaults, the globals it names, and modules and functions among the call's
-   arguments; in lists, tuples and dicts of up to 1,000 items, and in the attributes of a bound or callable object.
-2. A module is four dictionaries (attributes, parameters, buffers, children). Their entries are noted before
-   the forward. For the replay, entries that differ are put back, and afterwards what stood there before the
-   replay. So a flag, a counter, a cached tensor, ``eval()`` in between or a swapped parameter cannot mislead
-   the replay, and the replay leaves no trace.
-3. Buffers change in place, and batch norm does so without raising the version counter. They are copied
-   before the forward. After it, copies are held of those that are small, or that belong to a module whose
-   version counters moved. The replay runs on copies of these copies, by rule 2: the real buffers are not
-   touched, and a tensor that the replay saves keeps its value.
-4. Everything else (parameters, large buffers, captured tensors) is watched: its version counter must not
-   have moved when the replay starts. Moved means: an error that names the tensor.
-5. Sharded parameters (DTensor) are swapped by their owner around every use; rule 2 leaves them alone.
+1. Reachable are: the function itself if it is a module, its bound ``self``, a partial's function and arguments,
+   closure cells, defaults, the globals it names, and modules, functions and objects among the call's arguments;
+   their attributes; and what lies in lists, tuples and dicts there, up to 1,000 items a call.
+2. What can be *rebound* is noted before the forward: closure cells, globals, a module's attributes, and the items
+   of its dictionaries and lists (parameters, buffers, children, hooks, the user's own). For the replay, what
+   differs is put back, and afterwards what stood there before the replay. So a loop variable that moved on, a
+   flag, a counter, a cached tensor, ``eval()`` in between or a swapped parameter cannot mislead the replay, and
+   the replay leaves no trace. ``requires_grad`` of parameters is treated alike.
+3. Buffers change in place, and batch norm does so without raising the version counter. They are copied before the
+   forward. After it, copies are held of those that are small, or that changed. The replay runs on copies of these
+   copies, by rule 2: the real buffers are not touched, and a tensor that the replay saves keeps its value.
+4. Everything else (parameters, large buffers, captured tensors) is watched. If a version counter moved, the replay
+   runs under a guard that raises when an operation really reads that tensor, and names it.
+5. Noted tensors are held without their history: a frame that held a graph would chain to the frames before it.
+6. Sharded parameters (DTensor) are swapped by their owner around every use; rule 2 leaves them alone.
+7. Replays that put something back run one at a time, so that two threads never take each other's copies for the
+   real thing. Frames made inside a replay belong to it and do not wait.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
 from contextlib import ExitStack
 from operator import is_not
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import CellType
 from typing import Any
 
 import torch
@@ -31,113 +34,46 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from recoup.checkpointing.reach import GlobalName, Reach, without_history
 from recoup.errors import CheckpointError, InputChangedError
 
 __all__ = ["FunctionState"]
 
 _SMALL_BYTES = 64 * 1024
-_REACHED = (Module, Tensor, torch.Generator)
 _MOST_ITEMS = 1000
-_OPAQUE = (BuiltinFunctionType, type)
+_one_at_a_time = threading.RLock()
 
 
 class FunctionState:
-    """The modules, tensors and generators a function reaches, as they stood before its forward."""
+    """The modules and tensors that a function reaches, as they stood before its forward."""
 
-    __slots__ = ("_buffers", "_copies", "_dicts", "_roots", "_tensors", "_versions", "generators")
+    __slots__ = (
+        "_buffers", "_copies", "_moved", "_needs_grad", "_noted", "_reach", "_tensors", "_versions", "_waits",
+    )  # fmt: skip
 
-    def __init__(self, fn: Any, others: list[Any]) -> None:
-        self.generators: list[torch.Generator] = []
-        self._roots: list[tuple[str, Module | Tensor]] = []
-        seen: set[int] = set()
-        self._find("", fn, seen)
-        for value in others:
-            self._find(type(value).__name__, value, seen)
-
-    def is_empty(self) -> bool:
-        """Whether the function reaches nothing that a replay could find changed."""
-        return not self._roots
-
-    def note(self, *, preserve_buffers: bool) -> None:
-        """Notes how everything stands, right before the forward."""
-        self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    def __init__(self, reach: Reach, *, preserve_buffers: bool, waits: bool) -> None:
+        self._reach = reach
+        self._waits = waits
+        self._noted: list[tuple[Any, Any]] = list(reach.bindings)
+        """Containers and cells, each with a copy of what it held."""
         self._tensors: list[Tensor] = []
         self._buffers: list[list[Tensor]] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity of the buffer, which is kept alive beside its copy."""
+        self._moved: set[int] = set()
         self._note_modules()
         try:
             self._versions = [tensor._version for tensor in self._tensors]
         except RuntimeError:  # inference tensors have no version counter
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_inference()]
             self._versions = [tensor._version for tensor in self._tensors]
+        self._needs_grad = [tensor.requires_grad for tensor in self._tensors]
         if self._buffers:
             self._copy_buffers(preserve_buffers)
 
-    def _find(self, name: str, value: Any, seen: set[int]) -> None:
-        """Collects the roots that a value leads to."""
-        if isinstance(value, FunctionType):
-            if id(value) not in seen:
-                seen.add(id(value))
-                self._find_captured(value, seen)
-        elif isinstance(value, (Module, Tensor)):
-            self._roots.append((name, value))
-        elif isinstance(value, torch.Generator):
-            self.generators.append(value)
-        elif id(value) not in seen:
-            seen.add(id(value))
-            self._find_inside(name, value, seen)
-
-    def _find_inside(self, name: str, value: Any, seen: set[int]) -> None:
-        if isinstance(value, MethodType):
-            self._find(name, value.__func__, seen)
-            owner = value.__self__
-            self._find(name, owner, seen) if isinstance(owner, _REACHED) else self._find_attributes(
-                name, owner, seen
-            )
-        elif isinstance(value, functools.partial):
-            self._find(name, value.func, seen)
-            for index, item in enumerate(value.args):
-                self._find(f"{name}argument {index}", item, seen)
-            for key, item in value.keywords.items():
-                self._find(key, item, seen)
-        elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
-            for index, item in enumerate(value):
-                self._find(f"{name}[{index}]", item, seen)
-        elif type(value) is dict and len(value) <= _MOST_ITEMS:
-            for key, item in value.items():
-                self._find(f"{name}[{key!r}]", item, seen)
-        elif callable(value) and not isinstance(value, _OPAQUE):
-            self._find_attributes(name, value, seen)
-
-    def _find_attributes(self, name: str, owner: object, seen: set[int]) -> None:
-        for key, item in getattr(owner, "__dict__", {}).items():
-            if isinstance(item, _REACHED):
-                self._find(f"{name}.{key}", item, seen)
-
-    def _find_captured(self, fn: FunctionType, seen: set[int]) -> None:
-        code = fn.__code__
-        if fn.__closure__:
-            for name, cell in zip(code.co_freevars, fn.__closure__, strict=True):
-                try:
-                    value = cell.cell_contents
-                except ValueError:  # a variable that is not bound yet
-                    continue
-                self._find(name, value, seen)
-        if fn.__defaults__:
-            for index, value in enumerate(fn.__defaults__):
-                self._find(f"default {index}", value, seen)
-        if fn.__kwdefaults__:
-            for name, value in fn.__kwdefaults__.items():
-                self._find(name, value, seen)
-        known = fn.__globals__
-        for name in code.co_names:
-            if name in known and isinstance(value := known[name], _REACHED):
-                self._find(name, value, seen)
-
     def _note_modules(self) -> None:
         stack: list[Module] = []
-        for _, root in self._roots:
+        for _, root in self._reach.roots:
             if isinstance(root, Module):
                 stack.append(root)
             else:
@@ -150,29 +86,43 @@ class FunctionState:
             seen.add(id(module))
             if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
                 self._tensors += [*module.parameters(), *module.buffers()]
-                continue
-            if isinstance(module, LazyModuleMixin):  # it is an ordinary module once it has run
+            elif isinstance(module, LazyModuleMixin):  # it is an ordinary module once it has run
                 raise CheckpointError(
                     f"{type(module).__name__} has not run yet, and what its first forward makes cannot be replayed."
                     " Run the model once on a sample without checkpointing."
                 )
-            attributes = module.__dict__
-            children, buffers = attributes["_modules"], attributes["_buffers"]
-            parameters = attributes["_parameters"]
-            for entries in (attributes, parameters, buffers, children):
-                if entries:
-                    self._dicts.append((entries, entries.copy()))
-            for value in attributes.values():
-                if isinstance(value, Tensor):
-                    self._tensors.append(value)
-                elif isinstance(value, torch.Generator):
-                    self.generators.append(value)
-            self._tensors += [value for value in parameters.values() if value is not None]
-            if buffers:
-                self._buffers.append([value for value in buffers.values() if value is not None])
-            for child in children.values():
-                if child is not None:
-                    stack.append(child)
+            else:
+                self._note_module(module, stack)
+
+    def _note_module(self, module: Module, stack: list[Module]) -> None:
+        attributes = module.__dict__
+        noted = attributes.copy()
+        self._noted.append((attributes, noted))
+        buffers = attributes["_buffers"]
+        for name, value in attributes.items():
+            if isinstance(value, (dict, list)):
+                if len(value) <= _MOST_ITEMS:
+                    self._noted.append((value, value.copy()))
+                    if value and value is not buffers:
+                        self._note_items(value.values() if isinstance(value, dict) else value, stack)
+            elif isinstance(value, Tensor):
+                noted[name] = kept = without_history(value)
+                self._tensors.append(kept)
+            elif isinstance(value, Module):
+                stack.append(value)
+            elif isinstance(value, torch.Generator):
+                self._reach.generators.append(value)
+        if buffers:
+            self._buffers.append([value for value in buffers.values() if value is not None])
+
+    def _note_items(self, items: Any, stack: list[Module]) -> None:
+        for item in items:
+            if isinstance(item, Tensor):
+                self._tensors.append(item)
+            elif isinstance(item, Module):
+                stack.append(item)
+            elif isinstance(item, torch.Generator):
+                self._reach.generators.append(item)
 
     def _copy_buffers(self, preserve: bool) -> None:
         with torch.no_grad():
@@ -184,81 +134,113 @@ class FunctionState:
                         self._copies.setdefault(id(buffer), (buffer, buffer.detach().clone()))
                     self._tensors.append(buffer)
                     self._versions.append(buffer._version)
+                    self._needs_grad.append(buffer.requires_grad)
 
     def settle(self) -> None:
-        """Sorts the buffers, right after the forward, into those to put back and those to watch."""
-        if not self._buffers:
-            return
-        version = {id(tensor): before for tensor, before in zip(self._tensors, self._versions, strict=True)}
+        """Sorts, right after the forward, what to put back from what to watch, and notes what the function changed."""
+        now = [tensor._version for tensor in self._tensors]
+        if now != self._versions:
+            pairs = zip(self._tensors, now, self._versions, strict=True)
+            self._moved = {id(tensor) for tensor, after, before in pairs if after != before}
         held: set[int] = set()
         for group in self._buffers:
-            moved = [
-                buffer for buffer in group if id(buffer) in version and buffer._version != version[id(buffer)]
-            ]
+            moved = [buffer for buffer in group if id(buffer) in self._moved]
             if moved and not self._copies:
                 raise InputChangedError(
-                    f"The checkpointed function changes {self._name(moved[0])} and preserve_buffers is off,"
+                    f"The checkpointed function changes {self._reach.name(moved[0])} and preserve_buffers is off,"
                     " so its replay would change it a second time. Use Checkpoint(preserve_buffers=True)."
                 )
-            held.update(id(buffer) for buffer in group if moved or buffer.nbytes <= _SMALL_BYTES)
-        self._copies = {key: pair for key, pair in self._copies.items() if key in held}
+            held.update(id(buffer) for buffer in group if moved or self._must_hold(buffer))
+        if self._copies:
+            self._copies = {key: pair for key, pair in self._copies.items() if key in held}
         self._buffers = []
 
-    def first_stale(self) -> str | None:
-        """Names a watched tensor that was changed in place since before the forward, if there is one."""
-        for tensor, before in zip(self._tensors, self._versions, strict=True):
-            if tensor._version != before and id(tensor) not in self._copies:
-                return f"{self._name(tensor)} (version {before} then, {tensor._version} now)"
-        return None
+    def _must_hold(self, buffer: Tensor) -> bool:
+        if buffer.nbytes <= _SMALL_BYTES:
+            return True
+        # A change that raised no version counter. Elsewhere than on the CPU, looking would mean waiting.
+        pair = self._copies.get(id(buffer))
+        return pair is not None and buffer.device.type == "cpu" and not torch.equal(*pair)
+
+    def stale(self) -> list[Tensor]:
+        """The watched tensors that were changed in place since before the forward."""
+        pairs = zip(self._tensors, self._versions, strict=True)
+        return [t for t, before in pairs if t._version != before and id(t) not in self._copies]
+
+    def describe(self, tensor: Tensor) -> tuple[str, bool]:
+        """Names a watched tensor, and says whether the function itself changed it."""
+        return self._reach.name(tensor), id(tensor) in self._moved
 
     def enter(self, stack: ExitStack) -> None:
-        """Shows the modules as the forward saw them; ``stack`` puts back what stands there now."""
+        """Shows everything as the forward saw it; ``stack`` puts back what stands there now."""
+        if self._waits:
+            stack.enter_context(_one_at_a_time)
         fresh = {key: copy.clone() for key, (_, copy) in self._copies.items()}
-        now = [(entries, entries.copy()) for entries, _ in self._dicts]
+        now = [(place, _look(place)) for place, _ in self._noted]
         stack.callback(_put_all, now)
-        for entries, then in self._dicts:
-            if fresh and not fresh.keys().isdisjoint(map(id, then.values())):
+        for place, then in self._noted:
+            if fresh and isinstance(then, dict) and not fresh.keys().isdisjoint(map(id, then.values())):
                 then = {key: fresh.get(id(value), value) for key, value in then.items()}
-            _put(entries, then)
-
-    def _name(self, tensor: Tensor) -> str:
-        for name, root in self._roots:
-            if root is tensor:
-                return f"the captured tensor {name!r}"
-            if isinstance(root, Module):
-                prefix = f"{name}." if name else ""
-                for kind, members in (
-                    ("parameter", root.named_parameters()),
-                    ("buffer", root.named_buffers()),
-                ):
-                    for path, member in members:
-                        if member is tensor:
-                            return f"{kind} {prefix + path!r} of {type(root).__name__}"
-                for path, module in root.named_modules():
-                    for key, value in module.__dict__.items():
-                        if value is tensor:
-                            return f"attribute {prefix + '.'.join(filter(None, (path, key)))!r}"
-        return "a captured tensor"
+            _put(place, then)
+        for tensor, then in zip(self._tensors, self._needs_grad, strict=True):
+            if tensor.requires_grad != then and tensor.is_leaf:
+                stack.callback(tensor.requires_grad_, not then)
+                tensor.requires_grad_(then)
 
 
-def _put_all(dicts: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for entries, wanted in dicts:
-        _put(entries, wanted)
+_EMPTY = object()
 
 
-def _put(entries: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Makes ``entries`` hold exactly ``wanted``, by identity, and touches nothing that already does."""
-    if len(entries) == len(wanted) and not any(map(is_not, entries.values(), wanted.values())):
-        return
-    for key in [key for key in entries if key not in wanted]:
-        del entries[key]
-    for key, value in wanted.items():
-        present = entries.get(key, _MISSING)
-        if present is not value and not (_is_sharded(present) or _is_sharded(value)):
-            entries[key] = value
+def _look(place: Any) -> Any:
+    if isinstance(place, GlobalName):
+        return place.namespace.get(place.name, _EMPTY)
+    if isinstance(place, CellType):
+        try:
+            return place.cell_contents
+        except ValueError:  # not bound
+            return _EMPTY
+    return place.copy()
 
 
-_MISSING = object()
+def _put_all(places: list[tuple[Any, Any]]) -> None:
+    for place, wanted in places:
+        _put(place, wanted)
+
+
+def _put(place: Any, wanted: Any) -> None:
+    """Makes a place hold exactly what is wanted, by identity, and touches nothing that already does."""
+    if isinstance(place, (CellType, GlobalName)):
+        if _look(place) is not wanted:
+            _bind(place, wanted)
+    elif isinstance(place, list):
+        if len(place) != len(wanted) or any(map(is_not, place, wanted)):
+            place[:] = wanted
+    else:
+        _put_items(place, wanted)
+
+
+def _bind(place: CellType | GlobalName, wanted: Any) -> None:
+    if isinstance(place, GlobalName):
+        if wanted is _EMPTY:
+            del place.namespace[place.name]
+        else:
+            place.namespace[place.name] = wanted
+    elif wanted is _EMPTY:
+        del place.cell_contents
+    else:
+        place.cell_contents = wanted
+
+
+def _put_items(place: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    if list(place) != list(wanted):
+        sharded = {key: value for key, value in place.items() if _is_sharded(value)}
+        place.clear()
+        place.update(wanted | {key: value for key, value in sharded.items() if key in wanted})
+    elif any(map(is_not, place.values(), wanted.values())):
+        for key, value in wanted.items():
+            present = place[key]
+            if present is not value and not (_is_sharded(present) or _is_sharded(value)):
+                place[key] = value
 
 
 def _is_sharded(value: Any) -> bool:

@@ -1,0 +1,44 @@
+"""A guard for replays beside tensors that were changed: it raises when an operation really reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+__all__ = ["StaleGuard"]
+
+
+class StaleGuard(TorchDispatchMode):
+    """Raises ``refuse(tensor)`` when an operation is given one of the stale tensors, or a view of one.
+
+    A function often reaches more than it reads: all layers of a model, of which it runs one. With an optimizer that
+    steps inside the backward the others have changed, and that does not matter.
+    """
+
+    def __init__(self, stale: Iterable[Tensor], refuse: Callable[[Tensor], Exception]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stale = {tensor.untyped_storage()._cdata: tensor for tensor in stale}
+        self._refuse = refuse
+        self.error: Exception | None = None
+        """What was raised; TorchScript turns exceptions into its own."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs the operation, unless it reads a stale tensor."""
+        for value in tree_iter((args, kwargs)):
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                tensor = self._stale.get(value.untyped_storage()._cdata)
+                if tensor is not None:
+                    self.error = self._refuse(tensor)
+                    raise self.error
+        return func(*args, **(kwargs or {}))
