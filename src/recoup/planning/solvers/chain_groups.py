@@ -20,7 +20,7 @@ from recoup.planning.solvers.baselines import REPLAY, fastest_option, ladder_cho
 
 __all__ = ["Grouping", "group_chain"]
 
-_NUM_MIXES = 16
+_NUM_MIXES = 12
 
 
 class _Mix(NamedTuple):

@@ -49,7 +49,7 @@ def keep_everything(costs: ChainCosts, first: int, last: int) -> list[Action]:
     actions: list[Action] = []
     for unit, option in enumerate(chosen, start=first):
         if not (unit == last and option.is_direct):
-            actions.append(Forward(unit, keep=Keep.OPTION, option=option.index))
+            actions.append(option.forward(unit))
     backwards = [Backward(unit, option=option.index) for unit, option in enumerate(chosen, start=first)]
     return actions + backwards[::-1]
 
@@ -97,7 +97,7 @@ def _expand(table: ChainTable, part: _Part) -> list[_Part | Action]:
     backward = Backward(first, option=option.index)
     if first == last and option.is_direct:
         return [backward]
-    forward = Forward(first, keep=Keep.OPTION, option=option.index)
+    forward = option.forward(first)
     if first == last:
         return [forward, backward]
     rest_bytes = num_bytes - option.kept_bytes

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recoup.planning.actions import Action, Backward, Forward, Keep
+from recoup.planning.actions import Action, Backward
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
-from recoup.planning.solvers.chain_costs import ChainCosts
+from recoup.planning.solvers.chain_costs import ChainCosts, OptionCosts
 from recoup.planning.solvers.chain_readout import keep_everything, sweep
 from recoup.planning.solvers.chain_table import Floats, Rounding
 
@@ -151,15 +151,15 @@ class RunTable:
         self.full[first, last] = self._full(first, last)
         high = self.saturation(first, last)
         row[high:] = self._fastest_s[last] - self._fastest_s[first] + self.costs.closing[last].closing_s
-        for index in range(len(self.costs.options[first])):
-            self._fill_option(first, last, index, row[:high])
+        for option in self.costs.options[first]:
+            self._fill_option(first, last, option, row[:high])
         for block in self.blocks(first, last, 0, high):
             self._fill_block(first, last, block, row[:high])
         self._publish(first, last, row)
 
-    def needed_bytes(self, first: int, last: int, index: int) -> int:
+    def needed_bytes(self, first: int, last: int, option: OptionCosts) -> int:
         """What an option of the first unit needs, beyond the parameter gradients after ``last``."""
-        option, after = self.costs.options[first][index], int(self.costs.after_bytes[last])
+        after = int(self.costs.after_bytes[last])
         if first == last and option.is_direct:
             return option.backward_bytes - after
         before = int(self.costs.before_bytes[last]) - after
@@ -167,14 +167,13 @@ class RunTable:
 
     def _full(self, first: int, last: int) -> int:
         if first == last:
-            return self.needed_bytes(first, last, self.costs.closing[first].index)
+            return self.needed_bytes(first, last, self.costs.closing[first])
         option = self.costs.fastest[first]
         rest = option.kept_bytes + self.full[self.key(first + 1, last)]
-        return max(self.needed_bytes(first, last, option.index), rest)
+        return max(self.needed_bytes(first, last, option), rest)
 
-    def _fill_option(self, first: int, last: int, index: int, row: Floats) -> None:
-        option = self.costs.options[first][index]
-        start = max(self.level(self.needed_bytes(first, last, index)), 0)
+    def _fill_option(self, first: int, last: int, option: OptionCosts, row: Floats) -> None:
+        start = max(self.level(self.needed_bytes(first, last, option)), 0)
         if first == last:
             np.minimum(row[start:], option.closing_s, out=row[start:])
             return
@@ -321,7 +320,7 @@ def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
     first, last, level = part
     best_s, choice, cut = float("inf"), 0, 0
     for index, option in enumerate(table.costs.options[first]):
-        if table.level(table.needed_bytes(first, last, index)) > level:
+        if table.level(table.needed_bytes(first, last, option)) > level:
             continue
         seconds = option.closing_s
         if first < last:
@@ -349,4 +348,4 @@ def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
     if first == last and option.is_direct:
         return [backward]
     rest_parts = [_Part(first + 1, last, level - table.level(option.kept_bytes))] if first < last else []
-    return [Forward(first, keep=Keep.OPTION, option=option.index), *rest_parts, backward]
+    return [option.forward(first), *rest_parts, backward]
