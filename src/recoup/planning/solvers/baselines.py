@@ -31,7 +31,6 @@ __all__ = [
     "sqrt_segments",
 ]
 
-_MAX_MEMBERS = 64
 #: A choice that keeps a unit's input only.
 REPLAY = -1
 
@@ -54,6 +53,7 @@ def every(problem: Problem, length: int) -> Schedule:
     """
     num_units = problem.num_units
     starts = list(range(0, num_units, length))
+    skipped = {source for unit in problem.units for source in unit.skips}
     forwards: list[Action] = []
     backwards: list[Action] = []
     for first in starts:
@@ -62,19 +62,18 @@ def every(problem: Problem, length: int) -> Schedule:
         keeping = [Forward(unit, keep=Keep.OPTION, option=option) for unit, option in kept]
         is_last = first == starts[-1]
         forwards += (
-            keeping if is_last else [_passing(problem, unit, is_first=unit == first) for unit in units]
+            keeping
+            if is_last
+            else [_passing(unit, keeps_input=unit == first or unit - 1 in skipped) for unit in units]
         )
         replay = [] if is_last else keeping
         backwards = [*replay, *(Backward(unit, option=option) for unit, option in reversed(kept)), *backwards]
     return Schedule([*forwards, *backwards])
 
 
-def _passing(problem: Problem, unit: int, *, is_first: bool) -> Forward:
+def _passing(unit: int, *, keeps_input: bool) -> Forward:
     """A forward that keeps no results; its input stays if it is a checkpoint or has other readers."""
-    if unit == 0:
-        return Forward(0)
-    is_skipped = any(unit - 1 in later.skips for later in problem.units[unit + 1 :])
-    return Forward(unit, keep=Keep.INPUT if is_first or is_skipped else Keep.NOTHING)
+    return Forward(unit, keep=Keep.INPUT if keeps_input and unit else Keep.NOTHING)
 
 
 def keep_all(problem: Problem) -> Schedule:
@@ -109,7 +108,13 @@ def one_option_each(problem: Problem, choices: Iterable[int]) -> Schedule:
 
 def greedy(problem: Problem) -> list[Schedule]:
     """From keeping everything down to keeping nothing: whatever frees most bytes per second goes first."""
-    return [one_option_each(problem, choices) for choices in ladder_choices(problem, num_states=_MAX_MEMBERS)]
+    states = ladder_choices(problem, num_states=_num_members(problem))
+    return [one_option_each(problem, choices) for choices in states]
+
+
+def _num_members(problem: Problem) -> int:
+    """How many members a family may have: fewer for long chains, since each is simulated."""
+    return max(8, min(64, 64_000 // problem.num_units))
 
 
 def ladder_choices(problem: Problem, *, num_states: int) -> list[tuple[int, ...]]:
@@ -193,14 +198,11 @@ class _PreparedFamily(Prepared):
 
 
 def _every_length(problem: Problem) -> list[Schedule]:
-    lengths = range(1, problem.num_units + 1)
-    if len(lengths) > _MAX_MEMBERS:
-        last = problem.num_units
-        lengths_set = {
-            round(last ** (member / (_MAX_MEMBERS // 2 - 1))) for member in range(_MAX_MEMBERS // 2)
-        }
-        return [every(problem, length) for length in sorted(lengths_set)]
-    return [every(problem, length) for length in lengths]
+    last, num_members = problem.num_units, _num_members(problem)
+    lengths = set(range(1, last + 1))
+    if last > num_members:
+        lengths = {round(last ** (member / (num_members - 1))) for member in range(num_members)}
+    return [every(problem, length) for length in sorted(lengths)]
 
 
 BASELINES: tuple[Solver, ...] = (
