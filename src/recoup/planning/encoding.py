@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 def to_json(value: Problem | Schedule | Plan, *, indent: int | None = None) -> str:
     """Writes a problem, a schedule or a plan.
 
-    >>> print(to_json(Schedule([Forward(0)])))
-    {"format": "recoup.planning", "version": 1, "kind": "schedule", "schedule": [{"do": "forward", "unit": 0}]}
+    >>> to_json(Schedule([Forward(0)]))[-43:]
+    '"schedule": [{"do": "forward", "unit": 0}]}'
     """
     kind, body = _encode(value)
     return json.dumps({"format": _FORMAT, "version": FORMAT_VERSION, "kind": kind, kind: body}, indent=indent)

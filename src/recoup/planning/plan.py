@@ -264,8 +264,8 @@ class _Session:
         unit = self.problem.units[tight.predicted.peak.unit].name
         return BudgetError(
             f"No schedule fits {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
-            f" budget is {format_bytes(smallest)} ({smallest} bytes), set by the {tight.predicted.peak.phase} of"
-            f" unit {unit!r}. Raise the budget, or give that unit an option with fewer bytes.",
+            f" budget is {format_bytes(smallest)} ({smallest} bytes), set by the {tight.predicted.peak.phase}"
+            f" of unit {unit!r}. Raise the budget, or give that unit an option with fewer bytes.",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
             unit=unit,

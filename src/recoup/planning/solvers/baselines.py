@@ -2,8 +2,8 @@
 
 Each baseline is a family of schedules that does not depend on the budget; its answer is the fastest member
 that fits, so that more bytes never cost more seconds. Segments follow Chen, Xu, Zhang, Guestrin: Training
-deep nets with sublinear memory cost (2016); the last segment is not replayed, since its backward comes at once.
-An output that a later unit reads by a skip stays until that unit's backward has run.
+deep nets with sublinear memory cost (2016); the last segment is not replayed, since its backward comes at
+once. An output that a later unit reads by a skip stays until that unit's backward has run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,21 @@ from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.solvers.base import PERSISTENT_SCHEDULES, Candidate, Prepared, Solver
 
-__all__ = ["BASELINES", "Baseline", "every", "greedy", "keep_all", "one_option_each", "sqrt_segments"]
+__all__ = [
+    "BASELINES",
+    "REPLAY",
+    "Baseline",
+    "every",
+    "fastest_option",
+    "greedy",
+    "keep_all",
+    "ladder_choices",
+    "one_option_each",
+    "sqrt_segments",
+]
 
-_MAX_MEMBERS = 64
-_REPLAY = -1
+#: A choice that keeps a unit's input only.
+REPLAY = -1
 
 
 def fastest_option(unit: Unit) -> int:
@@ -42,6 +53,7 @@ def every(problem: Problem, length: int) -> Schedule:
     """
     num_units = problem.num_units
     starts = list(range(0, num_units, length))
+    skipped = {source for unit in problem.units for source in unit.skips}
     forwards: list[Action] = []
     backwards: list[Action] = []
     for first in starts:
@@ -50,19 +62,18 @@ def every(problem: Problem, length: int) -> Schedule:
         keeping = [Forward(unit, keep=Keep.OPTION, option=option) for unit, option in kept]
         is_last = first == starts[-1]
         forwards += (
-            keeping if is_last else [_passing(problem, unit, is_first=unit == first) for unit in units]
+            keeping
+            if is_last
+            else [_passing(unit, keeps_input=unit == first or unit - 1 in skipped) for unit in units]
         )
         replay = [] if is_last else keeping
         backwards = [*replay, *(Backward(unit, option=option) for unit, option in reversed(kept)), *backwards]
     return Schedule([*forwards, *backwards])
 
 
-def _passing(problem: Problem, unit: int, *, is_first: bool) -> Forward:
+def _passing(unit: int, *, keeps_input: bool) -> Forward:
     """A forward that keeps no results; its input stays if it is a checkpoint or has other readers."""
-    if unit == 0:
-        return Forward(0)
-    is_skipped = any(unit - 1 in later.skips for later in problem.units[unit + 1 :])
-    return Forward(unit, keep=Keep.INPUT if is_first or is_skipped else Keep.NOTHING)
+    return Forward(unit, keep=Keep.INPUT if keeps_input and unit else Keep.NOTHING)
 
 
 def keep_all(problem: Problem) -> Schedule:
@@ -85,7 +96,7 @@ def one_option_each(problem: Problem, choices: Iterable[int]) -> Schedule:
     forwards: list[Action] = []
     backwards: list[Action] = []
     for unit, choice in enumerate(choices):
-        if choice != _REPLAY:
+        if choice != REPLAY:
             forwards.append(Forward(unit, keep=Keep.OPTION, option=choice))
             backwards.append(Backward(unit, option=choice))
         else:
@@ -97,28 +108,39 @@ def one_option_each(problem: Problem, choices: Iterable[int]) -> Schedule:
 
 def greedy(problem: Problem) -> list[Schedule]:
     """From keeping everything down to keeping nothing: whatever frees most bytes per second goes first."""
+    states = ladder_choices(problem, num_states=_num_members(problem))
+    return [one_option_each(problem, choices) for choices in states]
+
+
+def _num_members(problem: Problem) -> int:
+    """How many members a family may have: fewer for long chains, since each is simulated."""
+    return max(8, min(64, 64_000 // problem.num_units))
+
+
+def ladder_choices(problem: Problem, *, num_states: int) -> list[tuple[int, ...]]:
+    """States on the way from every unit's fastest choice to its lightest, cheapest bytes first.
+
+    At most ``num_states`` of them, evenly spaced, the first and the last included.
+    """
     steps: list[tuple[float, int, int, int]] = []
     for index, unit in enumerate(problem.units):
-        ladder = _ladder(unit)
-        for rung, (left, right) in enumerate(pairwise(ladder)):
-            rate = (right[1] - left[1]) / (left[0] - right[0])
-            steps.append((rate, index, rung, right[2]))
-    steps.sort()
+        for rung, (upper, lower) in enumerate(pairwise(_ladder(unit))):
+            steps.append((_rate(upper, lower), index, rung, lower[2]))
     choices = [fastest_option(unit) for unit in problem.units]
-    wanted = {len(steps) * member // _MAX_MEMBERS for member in range(_MAX_MEMBERS + 1)}
-    schedules = [one_option_each(problem, choices)]
-    for taken, (_, index, _, choice) in enumerate(steps, start=1):
+    states = [tuple(choices)]
+    wanted = {len(steps) * state // (num_states - 1) for state in range(num_states)}
+    for taken, (_, index, _, choice) in enumerate(sorted(steps), start=1):
         choices[index] = choice
         if taken in wanted:
-            schedules.append(one_option_each(problem, choices))
-    return schedules
+            states.append(tuple(choices))
+    return states
 
 
 def _ladder(unit: Unit) -> list[tuple[int, float, int]]:
     """A unit's choices (held bytes, seconds, option) from its fastest down, each step dearer."""
     fastest = unit.options[fastest_option(unit)]
     choices = [(option.held_bytes, option.total_s, index) for index, option in enumerate(unit.options)]
-    choices.append((0, unit.lightest.forward_s + fastest.total_s, _REPLAY))
+    choices.append((0, unit.lightest.forward_s + fastest.total_s, REPLAY))
     choices.sort(key=lambda choice: (-choice[0], choice[1], -choice[2]))
     ladder = [(fastest.held_bytes, fastest.total_s, fastest_option(unit))]
     for choice in choices:
@@ -176,14 +198,11 @@ class _PreparedFamily(Prepared):
 
 
 def _every_length(problem: Problem) -> list[Schedule]:
-    lengths = range(1, problem.num_units + 1)
-    if len(lengths) > _MAX_MEMBERS:
-        last = problem.num_units
-        lengths_set = {
-            round(last ** (member / (_MAX_MEMBERS // 2 - 1))) for member in range(_MAX_MEMBERS // 2)
-        }
-        return [every(problem, length) for length in sorted(lengths_set)]
-    return [every(problem, length) for length in lengths]
+    last, num_members = problem.num_units, _num_members(problem)
+    lengths = set(range(1, last + 1))
+    if last > num_members:
+        lengths = {round(last ** (member / (num_members - 1))) for member in range(num_members)}
+    return [every(problem, length) for length in sorted(lengths)]
 
 
 BASELINES: tuple[Solver, ...] = (

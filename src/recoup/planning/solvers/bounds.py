@@ -1,11 +1,11 @@
 """A lower bound on the seconds of any schedule under a budget, by relaxation.
 
 Look at the moment when the backward starts. Every unit either holds the results of an option there, or holds
-nothing and will have to run its forward again (or to run an option that needs only its input). The held bytes
-of that one moment must fit. Which units hold what is then a multiple-choice knapsack, and its linear
-relaxation is solved by sorting (Sinha and Zoltners, The multiple-choice knapsack problem, 1979). Every legal
-schedule satisfies the relaxation, whatever it drops, replays or moves: bytes that may leave over a link count
-as none.
+nothing and will have to run its forward again (or to run an option that needs only its input). Its output is
+there, or will have to be made again for the next unit's backward. All that is there must fit. Who holds what
+is then a multiple-choice knapsack, and its linear relaxation is solved by sorting (Sinha and Zoltners, The
+multiple-choice knapsack problem, 1979). Every legal schedule satisfies the relaxation, whatever it drops,
+replays or moves: bytes that may leave over a link count as none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def relaxed_bound(problem: Problem, budget_bytes: int) -> Bound:
     seconds: list[float] = []
     steps: list[tuple[float, int]] = []
     for unit in problem.units:
-        hull = _hull(_choices(unit))
+        hull = _hull(_choices(unit, is_last=unit is problem.units[-1]))
         seconds.append(hull[0][1])
         for (bytes_a, seconds_a), (bytes_b, seconds_b) in pairwise(hull):
             steps.append(((seconds_a - seconds_b) / (bytes_b - bytes_a), bytes_b - bytes_a))
@@ -41,12 +41,21 @@ def relaxed_bound(problem: Problem, budget_bytes: int) -> Bound:
     return Bound(math.fsum(seconds), schedules=ALL_SCHEDULES)
 
 
-def _choices(unit: Unit) -> list[tuple[int, float]]:
+def _choices(unit: Unit, *, is_last: bool) -> list[tuple[int, float]]:
     """Bytes at the start of the backward, and the least seconds that go with them."""
-    choices = [(0 if option.held_links else option.held_bytes, option.total_s) for option in unit.options]
-    again = [option.total_s for option in unit.options]
-    again += [option.extra_s + option.backward_s for option in unit.options if not option.needs_forward]
-    choices.append((0, min(option.forward_s for option in unit.options) + min(again)))
+    forward_s = min(option.forward_s for option in unit.options)
+    total_s = min(option.total_s for option in unit.options)
+    direct = [option.extra_s + option.backward_s for option in unit.options if not option.needs_forward]
+    # The last output is not read again; another one may be elsewhere.
+    output_bytes = 0 if is_last or unit.output_links else unit.output_bytes
+    output_s = 0.0 if is_last else forward_s
+    choices = [
+        (output_bytes, forward_s + min([total_s, *direct])),
+        (0, forward_s + min([total_s, *(seconds + output_s for seconds in direct)])),
+    ]
+    for option in unit.options:
+        held_bytes = 0 if option.held_links else option.held_bytes
+        choices += [(held_bytes + output_bytes, option.total_s), (held_bytes, option.total_s + output_s)]
     return choices
 
 

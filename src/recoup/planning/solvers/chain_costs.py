@@ -7,11 +7,12 @@ gradient of output t inside m (see ``chain``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from recoup.planning.actions import Forward, Keep
 from recoup.planning.problem import Option, Problem
 
 __all__ = ["ChainCosts", "Ints", "OptionCosts"]
@@ -30,7 +31,9 @@ class OptionCosts:
         kept_bytes: output and held bytes [ā].
         forward_bytes: what the forward needs, without the gradients that are there meanwhile [ā + of].
         backward_bytes: what the backward needs, with all gradients [δ + ā + ob].
-        is_direct: whether the backward can run from the input alone.
+        is_direct: whether the backward can run from the input alone, with no forward of its own.
+        is_plain: whether its forward keeps nothing but its input (only for the last unit, whose forward has
+            to run even if its backward does not need it).
     """
 
     index: int
@@ -40,11 +43,18 @@ class OptionCosts:
     forward_bytes: int
     backward_bytes: int
     is_direct: bool
+    is_plain: bool = False
 
     @property
     def total_s(self) -> float:
         """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
+
+    def forward(self, unit: int) -> Forward:
+        """The forward that goes with it."""
+        if self.is_plain:
+            return Forward(unit, keep=Keep.INPUT) if unit else Forward(unit)
+        return Forward(unit, keep=Keep.OPTION, option=self.index)
 
     @property
     def closing_s(self) -> float:
@@ -115,7 +125,16 @@ class ChainCosts:
                 is_direct=not option.needs_forward and index < self.num_units - 1,
             )
 
-        return [costs(position, option) for position, option in enumerate(unit.options)]
+        found = [costs(position, option) for position, option in enumerate(unit.options)]
+        if index == self.num_units - 1:
+            plain_bytes = unit.output_bytes + unit.plain_transient_bytes
+            plain_s = unit.lightest.forward_s
+            found += [
+                replace(option, forward_s=plain_s, forward_bytes=plain_bytes, is_plain=True)
+                for option in found
+                if not unit.options[option.index].needs_forward
+            ]
+        return found
 
     @staticmethod
     def _closing(options: list[OptionCosts]) -> OptionCosts:

@@ -49,7 +49,7 @@ def keep_everything(costs: ChainCosts, first: int, last: int) -> list[Action]:
     actions: list[Action] = []
     for unit, option in enumerate(chosen, start=first):
         if not (unit == last and option.is_direct):
-            actions.append(Forward(unit, keep=Keep.OPTION, option=option.index))
+            actions.append(option.forward(unit))
     backwards = [Backward(unit, option=option.index) for unit, option in enumerate(chosen, start=first)]
     return actions + backwards[::-1]
 
@@ -64,30 +64,27 @@ def read_schedule(table: ChainTable, num_bytes: int) -> Schedule:
         item = todo.pop()
         if not isinstance(item, _Part):
             actions.append(item)
-            continue
-        position = table.shape.position(item.first, item.last)
-        if item.level != _EDGE and item.level >= table.saturation(item.first, position):
+        elif item.level != _EDGE and item.level >= table.saturation(item.first, item.last):
             actions += keep_everything(table.costs, item.first, item.last)
-            continue
-        todo += reversed(_expand(table, item, position))
+        else:
+            todo += reversed(_expand(table, item))
     return Schedule(actions)
 
 
 def _level(table: ChainTable, first: int, last: int, num_bytes: int) -> int:
     """The level that exact bytes stand for, or the edge where that is better."""
-    position = table.shape.position(first, last)
     level = min(num_bytes // table.level_bytes, table.num_levels)
-    return level if table.rows[first][position, level] <= table.edges[first][position] else _EDGE
+    return level if table.rows[first][last - first, level] <= table.edges[first][last - first] else _EDGE
 
 
-def _expand(table: ChainTable, part: _Part, position: int) -> list[_Part | Action]:
+def _expand(table: ChainTable, part: _Part) -> list[_Part | Action]:
     """One decision: the actions and smaller parts that a part consists of."""
     first, last, level = part
     is_edge = level == _EDGE
-    decision = _decide_edge(table, part, position) if is_edge else _decide_level(table, part, position)
-    if not is_edge and table.edges[first][position] < decision.seconds:
+    decision = _decide_edge(table, part) if is_edge else _decide_level(table, part)
+    if not is_edge and table.edges[first][last - first] < decision.seconds:
         return [_Part(first, last, _EDGE)]
-    num_bytes = int(table.floors.least[first][position])
+    num_bytes = int(table.floors.least[first][last - first])
     if decision.cut:
         cut = decision.cut
         if is_edge:
@@ -100,7 +97,7 @@ def _expand(table: ChainTable, part: _Part, position: int) -> list[_Part | Actio
     backward = Backward(first, option=option.index)
     if first == last and option.is_direct:
         return [backward]
-    forward = Forward(first, keep=Keep.OPTION, option=option.index)
+    forward = option.forward(first)
     if first == last:
         return [forward, backward]
     rest_bytes = num_bytes - option.kept_bytes
@@ -108,46 +105,42 @@ def _expand(table: ChainTable, part: _Part, position: int) -> list[_Part | Actio
     return [forward, _Part(first + 1, last, rest), backward]
 
 
-def _decide_edge(table: ChainTable, part: _Part, position: int) -> _Decision:
+def _decide_edge(table: ChainTable, part: _Part) -> _Decision:
     first, last, _ = part
-    num_bytes = int(table.floors.least[first][position])
+    num_bytes = int(table.floors.least[first][last - first])
     options = table.option_seconds(first, last, num_bytes)
     best = _Decision(min(options), options.index(min(options)), 0)
-    if position:
-        swept = table.costs.sweep_needs(first)
-        cuts = table.cut_seconds(first, position, last, num_bytes, swept)
+    if first < last:
+        cuts = table.cut_seconds(first, last, num_bytes, table.costs.sweep_needs(first))
         index = int(cuts.argmin())
         if cuts[index] < best.seconds:
-            best = _Decision(float(cuts[index]), 0, int(table.cut_units(first, position)[index]))
+            best = _Decision(float(cuts[index]), 0, first + 1 + index)
     return best
 
 
-def _decide_level(table: ChainTable, part: _Part, position: int) -> _Decision:
+def _decide_level(table: ChainTable, part: _Part) -> _Decision:
     first, last, level = part
     options = [_option_at_level(table, part, index) for index in range(len(table.costs.options[first]))]
     best = _Decision(min(options), options.index(min(options)), 0)
-    if position:
-        cuts = table.cut_units(first, position)
-        right = table.right[last][cuts - table.shape.base(last), level]
-        seconds = table.rows[first][:position, level] + right - table.costs.start_s[first]
-        needed = table.costs.sweep_needs(first)[cuts - 1 - first] + table.costs.before_bytes[last]
-        seconds = np.where(table.levels(needed) <= level, seconds, np.inf)
+    if first < last:
+        num_cuts = last - first
+        seconds = table.rows[first][:num_cuts, level] + table.right[last][first + 1 :, level]
+        needed = table.costs.sweep_needs(first)[:num_cuts] + table.costs.before_bytes[last]
+        seconds = np.where(table.levels(needed) <= level, seconds - table.costs.start_s[first], np.inf)
         index = int(seconds.argmin())
         if seconds[index] < best.seconds:
-            best = _Decision(float(seconds[index]), 0, int(cuts[index]))
+            best = _Decision(float(seconds[index]), 0, first + 1 + index)
     return best
 
 
 def _option_at_level(table: ChainTable, part: _Part, index: int) -> float:
     first, last, level = part
     option = table.costs.options[first][index]
-    before = int(table.costs.before_bytes[last])
-    is_direct = first == last and option.is_direct
-    needed = option.backward_bytes if is_direct else max(option.forward_bytes + before, option.backward_bytes)
-    fits = table.level(needed) <= level
+    needed = max(option.forward_bytes + int(table.costs.before_bytes[last]), option.backward_bytes)
     if first == last:
-        return option.closing_s if fits else float("inf")
+        needed = option.backward_bytes if option.is_direct else needed
+        return option.closing_s if table.level(needed) <= level else float("inf")
     rest = level - table.level(option.kept_bytes)
-    if not fits or rest < 0:
+    if table.level(needed) > level or rest < 0:
         return float("inf")
-    return option.total_s + float(table.rows[first + 1][table.shape.position(first + 1, last), rest])
+    return option.total_s + float(table.rows[first + 1][last - first - 1, rest])

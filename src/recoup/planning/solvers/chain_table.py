@@ -45,7 +45,7 @@ class ChainTable:
     """Least seconds for every part of a chain at every memory level.
 
     Attributes:
-        rows: ``rows[s][position]`` for the part that starts at s and ends at ``shape.ends(s)[position]``.
+        rows: ``rows[s][t - s]`` for the part s … t.
         edges: seconds of the same parts at exactly their least bytes (only when rounding up).
     """
 
@@ -58,7 +58,7 @@ class ChainTable:
         num_levels: int,
         rounding: Rounding,
     ) -> None:
-        self.costs, self.floors, self.shape = costs, floors, floors.shape
+        self.costs, self.floors = costs, floors
         self.level_bytes, self.num_levels, self.rounding = level_bytes, num_levels, rounding
         self.bias = rounding.bias(level_bytes)
         n = costs.num_units
@@ -67,12 +67,20 @@ class ChainTable:
         self.input_levels = self.levels(np.concatenate([[0], costs.output_bytes[:-1]]))
         width = num_levels + 1
         # Rows as right parts see them: shifted by their input's levels, start_s of their first unit added.
-        sizes = [t + 1 - self.shape.base(t) for t in range(n)]
-        self.right = [np.empty((size, width)) for size in sizes]
-        self.right_edges = [np.full(size, np.inf) for size in sizes]
-        self._buffer = np.empty((max(len(self.shape.ends(0)), 1), width))
+        self.right = [np.empty((last + 1, width)) for last in range(n)]
+        self.right_edges = [np.full(last + 1, np.inf) for last in range(n)]
+        self._buffer = np.empty((n, width))
         for first in reversed(range(n)):
             self._fill(first)
+
+    @property
+    def whole_row(self) -> Floats:
+        """Seconds of the whole chain at every level."""
+        return np.asarray(self.rows[0][-1])
+
+    def whole_value(self, num_bytes: int) -> float:
+        """Seconds of the whole chain with exactly ``num_bytes``."""
+        return self.value(0, self.costs.num_units - 1, num_bytes)
 
     def levels(self, num_bytes: Ints) -> Ints:
         """Bytes as levels."""
@@ -82,42 +90,39 @@ class ChainTable:
         """Bytes as levels."""
         return (num_bytes + self.bias) // self.level_bytes
 
-    def saturation(self, first: int, position: int) -> int:
+    def saturation(self, first: int, last: int) -> int:
         """The level from which a part runs as fast as it ever will."""
         if not self.costs.fastest_is_least:
             return self.num_levels + 1
-        return min(self.level(int(self.floors.full[first][position])), self.num_levels + 1)
+        return min(self.level(int(self.floors.full[first][last - first])), self.num_levels + 1)
 
     def _fill(self, first: int) -> None:
-        costs, shape = self.costs, self.shape
-        ends = shape.ends(first)
-        rows = self.rows[first] = np.full((len(ends), self.num_levels + 1), np.inf)
-        edges = self.edges[first] = np.full(len(ends), np.inf)
+        costs, num_parts = self.costs, self.costs.num_units - first
+        rows = self.rows[first] = np.full((num_parts, self.num_levels + 1), np.inf)
+        edges = self.edges[first] = np.full(num_parts, np.inf)
         swept = costs.sweep_needs(first)
         fastest_s = np.cumsum([0.0, *(option.total_s for option in costs.fastest[first:-1])])
-        for position, last in enumerate(ends):
-            row = rows[position]
-            low = self.level(int(self.floors.least[first][position]))
-            high = self.saturation(first, position)
-            row[high:] = fastest_s[last - first] + costs.closing[last].closing_s
+        for num_cuts, row in enumerate(rows):
+            last = first + num_cuts
+            low = self.level(int(self.floors.least[first][num_cuts]))
+            high = self.saturation(first, last)
+            row[high:] = fastest_s[num_cuts] + costs.closing[last].closing_s
             if low < high:
                 self._fill_options(first, last, row, low, high)
-                if position:
-                    self._fill_cuts(first, position, last, low, high, swept)
+                if num_cuts:
+                    self._fill_cuts(first, last, low, high, swept)
             if self.rounding is Rounding.UP:
-                edges[position] = self._edge(first, position, last, swept)
-                np.minimum(row[low:], edges[position], out=row[low:])
-            self._publish(first, last, row, float(edges[position]))
+                edges[num_cuts] = self._edge(first, last, swept)
+                np.minimum(row[low:], edges[num_cuts], out=row[low:])
+            self._publish(first, last, row)
 
-    def _publish(self, first: int, last: int, row: Floats, edge: float) -> None:
+    def _publish(self, first: int, last: int, row: Floats) -> None:
         """Stores a row as right parts see it."""
-        index = first - self.shape.base(last)
-        shift, start_s = int(self.input_levels[first]), self.costs.start_s[first]
-        target = self.right[last][index]
-        shift = min(shift, target.size)
+        start_s, target = self.costs.start_s[first], self.right[last][first]
+        shift = min(int(self.input_levels[first]), target.size)
         target[:shift] = np.inf
         np.add(row[: target.size - shift], start_s, out=target[shift:])
-        self.right_edges[last][index] = edge + start_s
+        self.right_edges[last][first] = self.edges[first][last - first] + start_s
 
     def _fill_options(self, first: int, last: int, row: Floats, low: int, high: int) -> None:
         """Unit ``first`` keeps everything under one of its options."""
@@ -128,101 +133,71 @@ class ChainTable:
                 row_from = max(self.level(option.backward_bytes if option.is_direct else needed), low)
                 np.minimum(row[row_from:high], option.closing_s, out=row[row_from:high])
                 continue
-            child = self.rows[first + 1][self.shape.position(first + 1, last)]
+            child = self.rows[first + 1][last - first - 1]
             shift = self.level(option.kept_bytes)
             row_from = max(self.level(needed), low, shift)
             if row_from < high:
                 seconds = child[row_from - shift : high - shift] + option.total_s
                 np.minimum(row[row_from:high], seconds, out=row[row_from:high])
 
-    def cut_blocks(self, first: int, last: int) -> list[tuple[slice, slice]]:
-        """Cuts of a part as slices of ``rows[first]`` (left parts) and of ``right[last]`` (right parts)."""
-        near, base = self.shape.group_end(first), self.shape.base(last)
-        if last <= near:
-            return [(slice(0, last - first), slice(first + 1 - base, last + 1 - base))]
-        blocks = [(slice(0, near + 1 - first), slice(first + 1 - base, near + 2 - base))]
-        group = self.shape.group
-        far = slice(near + 1 + group - base, last + 1 - base, group)
-        count = len(range(far.start, far.stop, group))
-        if count:
-            blocks.append((slice(near + 1 - first, near + 1 - first + count), far))
-        return blocks
-
-    def _fill_cuts(self, first: int, position: int, last: int, low: int, high: int, swept: Ints) -> None:
+    def _fill_cuts(self, first: int, last: int, low: int, high: int, swept: Ints) -> None:
         """Units up to a cut run forward and keep nothing; the cut's output is a checkpoint."""
-        rows, right = self.rows[first], self.right[last]
-        buffer = self._buffer[:position, : high - low]
-        for left_block, right_block in self.cut_blocks(first, last):
-            np.add(rows[left_block, low:high], right[right_block, low:high], out=buffer[left_block])
-        self._mask_sweeps(first, position, last, low, buffer, swept)
+        rows, num_cuts = self.rows[first], last - first
+        buffer = self._buffer[:num_cuts, : high - low]
+        np.add(rows[:num_cuts, low:high], self.right[last][first + 1 :, low:high], out=buffer)
+        # Parts that fit nearly always leave room for the sweep, so there is seldom anything to rule out.
+        needed = self.levels(swept[:num_cuts] + self.costs.before_bytes[last])
+        if needed[-1] > low:
+            for index in np.flatnonzero(needed > low):
+                buffer[index, : int(needed[index]) - low] = np.inf
         best = np.minimum.reduce(buffer, axis=0)
         best -= self.costs.start_s[first]
-        row = rows[position]
+        row = rows[num_cuts]
         np.minimum(row[low:high], best, out=row[low:high])
-
-    def cut_units(self, first: int, position: int) -> Ints:
-        """The first units of the right parts, one for each cut of a part."""
-        return np.array(self.shape.ends(first)[:position], dtype=np.int64) + 1
-
-    def _mask_sweeps(
-        self, first: int, position: int, last: int, low: int, buffer: Floats, swept: Ints
-    ) -> None:
-        """Rules out levels at which the sweep to a cut does not fit, where the parts' own rows do not."""
-        if int(swept[last - 1 - first]) + int(self.costs.before_bytes[last]) <= low * self.level_bytes:
-            return
-        cuts = self.cut_units(first, position)
-        needed = self.levels(swept[cuts - 1 - first] + self.costs.before_bytes[last])
-        for index in np.flatnonzero(needed > low):
-            buffer[index, : int(needed[index]) - low] = np.inf
 
     # Edges: exact bytes, one number for each part
 
-    def _edge(self, first: int, position: int, last: int, swept: Ints) -> float:
+    def _edge(self, first: int, last: int, swept: Ints) -> float:
         """Seconds of a part at exactly its least bytes."""
-        num_bytes = int(self.floors.least[first][position])
+        num_bytes = int(self.floors.least[first][last - first])
         best = min(self.option_seconds(first, last, num_bytes))
-        if position:
-            best = min(best, float(self.cut_seconds(first, position, last, num_bytes, swept).min()))
+        if first < last:
+            best = min(best, float(self.cut_seconds(first, last, num_bytes, swept).min()))
         return best
 
-    def value(self, first: int, position: int, num_bytes: int) -> float:
+    def value(self, first: int, last: int, num_bytes: int) -> float:
         """Seconds of a part with exactly ``num_bytes``: its level's, or its edge's."""
-        if num_bytes < int(self.floors.least[first][position]):
+        if num_bytes < int(self.floors.least[first][last - first]):
             return float("inf")
-        seconds = self.rows[first][position, min(num_bytes // self.level_bytes, self.num_levels)]
-        return min(float(seconds), float(self.edges[first][position]))
+        seconds = self.rows[first][last - first, min(num_bytes // self.level_bytes, self.num_levels)]
+        return min(float(seconds), float(self.edges[first][last - first]))
 
     def option_seconds(self, first: int, last: int, num_bytes: int) -> list[float]:
         """Seconds of a part for each option of its first unit, with exactly ``num_bytes``."""
         before = int(self.costs.before_bytes[last])
         seconds = []
         for option in self.costs.options[first]:
-            is_direct = first == last and option.is_direct
-            needed = (
-                option.backward_bytes
-                if is_direct
-                else max(option.forward_bytes + before, option.backward_bytes)
-            )
+            needed = max(option.forward_bytes + before, option.backward_bytes)
+            if first == last and option.is_direct:
+                needed = option.backward_bytes
             value = float("inf")
             if first == last and needed <= num_bytes:
                 value = option.closing_s
             elif needed <= num_bytes:
-                position = self.shape.position(first + 1, last)
-                value = option.total_s + self.value(first + 1, position, num_bytes - option.kept_bytes)
+                value = option.total_s + self.value(first + 1, last, num_bytes - option.kept_bytes)
             seconds.append(value)
         return seconds
 
-    def cut_seconds(self, first: int, position: int, last: int, num_bytes: int, swept: Ints) -> Floats:
+    def cut_seconds(self, first: int, last: int, num_bytes: int, swept: Ints) -> Floats:
         """Seconds of a part for each of its cuts, with exactly ``num_bytes``."""
-        cuts = self.cut_units(first, position)
-        index = cuts - self.shape.base(last)
-        floors = self.floors
-        fits = floors.right[last][index] <= num_bytes
-        fits &= floors.least[first][:position] <= num_bytes
-        fits &= swept[cuts - 1 - first] + self.costs.before_bytes[last] <= num_bytes
-        rest = num_bytes - self.costs.output_bytes[cuts - 1]
-        level = np.minimum(np.maximum(rest, 0) // self.level_bytes + self.input_levels[cuts], self.num_levels)
-        right = np.minimum(self.right[last][index, level], self.right_edges[last][index])
+        num_cuts, floors = last - first, self.floors
+        fits = floors.right[last][first + 1 :] <= num_bytes
+        fits &= floors.least[first][:num_cuts] <= num_bytes
+        fits &= swept[:num_cuts] + self.costs.before_bytes[last] <= num_bytes
+        rest = np.maximum(num_bytes - self.costs.output_bytes[first:last], 0) // self.level_bytes
+        level = np.minimum(rest + self.input_levels[first + 1 : last + 1], self.num_levels)
+        right = self.right[last][np.arange(first + 1, last + 1), level]
+        right = np.minimum(right, self.right_edges[last][first + 1 :])
         column = min(num_bytes // self.level_bytes, self.num_levels)
-        left = np.minimum(self.rows[first][:position, column], self.edges[first][:position])
+        left = np.minimum(self.rows[first][:num_cuts, column], self.edges[first][:num_cuts])
         return np.where(fits, left + right - self.costs.start_s[first], np.inf)

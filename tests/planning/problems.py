@@ -1,0 +1,105 @@
+"""Problems for tests: random ones with unequal costs, and equal ones."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import strategies as st
+
+from recoup.planning import Option, Problem, Unit
+
+
+def random_problem(
+    seed: int, *, num_units: int, num_options: int = 2, scale: int = 1, jitter: int = 0
+) -> Problem:
+    """Unequal in everything: seconds, held bytes, transients, outputs, gradients, parameters."""
+    rng = random.Random(seed)
+
+    def size(low: int, high: int) -> int:
+        return rng.randint(low, high) * scale + (rng.randint(0, jitter) if jitter else 0)
+
+    units = []
+    for index in range(num_units):
+        forward_s, backward_s, everything = rng.randint(1, 9), rng.randint(1, 9), size(0, 12)
+        options = [
+            Option(
+                "keep",
+                forward_s=forward_s,
+                backward_s=backward_s,
+                held_bytes=everything,
+                holds_output=rng.random() < 0.3,
+                forward_transient_bytes=size(0, 3),
+                backward_transient_bytes=size(0, 3),
+            )
+        ]
+        for k in range(num_options - 1):
+            options.append(
+                Option(
+                    f"less{k}",
+                    forward_s=forward_s,
+                    backward_s=backward_s,
+                    extra_s=forward_s * (num_options - k) / num_options,
+                    held_bytes=everything * k // num_options,
+                    forward_transient_bytes=size(0, 3),
+                    replay_transient_bytes=everything,
+                    backward_transient_bytes=everything,
+                )
+            )
+        units.append(
+            Unit(
+                f"u{index}",
+                options,
+                output_bytes=size(1, 6),
+                gradient_bytes=size(1, 6),
+                parameter_gradient_bytes=rng.choice([0, 0, 1, 3]) * scale,
+            )
+        )
+    return Problem(
+        units,
+        input_bytes=size(0, 4),
+        resident_bytes=size(0, 9),
+        input_gradient_bytes=rng.choice([0, 2]) * scale,
+    )
+
+
+def equal_problem(num_units: int, *, scale: int = 1, parameter_gradient_bytes: int = 0) -> Problem:
+    """A head, equal blocks with three options, and a loss."""
+
+    def block(name: str, forward_s: float, held: int, output: int) -> Unit:
+        def option(kind: str, held_bytes: int, extra_s: float) -> Option:
+            return Option(
+                kind,
+                forward_s=forward_s,
+                backward_s=2 * forward_s,
+                extra_s=extra_s,
+                held_bytes=held_bytes * scale,
+                forward_transient_bytes=scale,
+                backward_transient_bytes=(2 + held - held_bytes) * scale,
+            )
+
+        options = [option("keep", held, 0.0), option("half", held // 2, 0.4 * forward_s)]
+        options.append(option("recompute", 0, forward_s))
+        return Unit(
+            name,
+            options,
+            output_bytes=output * scale,
+            parameter_gradient_bytes=parameter_gradient_bytes * scale,
+        )
+
+    blocks = [block(f"block{index}", 3.0, 14, 2) for index in range(num_units - 2)]
+    return Problem([block("head", 1.0, 3, 2), *blocks, block("loss", 2.0, 5, 1)], input_bytes=3 * scale)
+
+
+@st.composite
+def small_problems(draw: st.DrawFn, *, max_units: int, max_options: int = 3) -> Problem:
+    """Random chains small enough for the brute force."""
+    return random_problem(
+        draw(st.integers(0, 10**6)),
+        num_units=draw(st.integers(1, max_units)),
+        num_options=draw(st.integers(1, max_options)),
+    )
+
+
+def budgets_between(low: int, high: int) -> list[int]:
+    """A few budgets from the smallest to the largest useful one."""
+    return sorted({low, low + (high - low) // 7, low + (high - low) // 3, (low + 2 * high) // 3, high})

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import warnings
+
+import checkpoint_schedules
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.brute_force import brute_force
+from planning.problems import budgets_between, random_problem, small_problems
+
+from recoup.planning import Option, Problem, Unit, simulate, trace
+from recoup.planning.solvers.chain import ChainSolver, PreparedChain, solve_chain
+
+
+def useful_bytes(prepared: PreparedChain) -> int:
+    return prepared.fixed_bytes + prepared.floors.full_bytes
+
+
+def check_against_brute_force(problem: Problem) -> None:
+    prepared = PreparedChain(problem, num_levels=1000)
+    low = prepared.smallest_bytes
+    assert prepared.best(low - 1) is None
+    assert brute_force(problem, low - 1, persistent=True) is None
+    for budget_bytes in budgets_between(low, useful_bytes(prepared)):
+        candidate = prepared.best(budget_bytes)
+        found = brute_force(problem, budget_bytes, persistent=True)
+        assert candidate is not None
+        assert found is not None
+        result = simulate(problem, candidate.schedule)
+        assert result.peak_bytes <= budget_bytes
+        assert result.seconds == pytest.approx(found[0], rel=1e-12)
+        assert candidate.bound is not None
+        assert candidate.bound.seconds == pytest.approx(found[0], rel=1e-12)
+        # The search has its own bookkeeping; the interpreter must agree with it.
+        searched = simulate(problem, found[1])
+        assert searched.seconds == pytest.approx(found[0], rel=1e-12)
+        assert searched.peak_bytes <= budget_bytes
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
+@given(problem=small_problems(max_units=4))
+def test_nothing_persistent_is_better(problem: Problem) -> None:
+    check_against_brute_force(problem)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_persistent_is_better_with_five_units(seed: int) -> None:
+    check_against_brute_force(random_problem(seed, num_units=5, num_options=1 + seed % 3))
+
+
+def test_nothing_persistent_is_better_with_six_units() -> None:
+    check_against_brute_force(random_problem(3, num_units=6, num_options=2))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(problem=small_problems(max_units=4, max_options=2))
+def test_the_unrestricted_optimum_is_never_above(problem: Problem) -> None:
+    prepared = PreparedChain(problem, num_levels=1000)
+    for budget_bytes in budgets_between(prepared.smallest_bytes, useful_bytes(prepared)):
+        candidate = prepared.best(budget_bytes)
+        found = brute_force(problem, budget_bytes, persistent=False)
+        assert candidate is not None
+        assert found is not None
+        assert found[0] <= simulate(problem, candidate.schedule).seconds + 1e-9
+
+
+def mixed(num_steps: int, num_units_of_storage: int) -> int:
+    """Forward steps of the outside package's schedule that mixes states and records."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedule = checkpoint_schedules.MixedCheckpointSchedule(
+            num_steps, num_units_of_storage, storage=checkpoint_schedules.StorageType.RAM
+        )
+        forwards = [action for action in schedule if isinstance(action, checkpoint_schedules.Forward)]
+    return sum(action.n1 - action.n0 for action in forwards)
+
+
+@pytest.mark.parametrize("num_steps", [*range(1, 41), 50])
+def test_equals_the_outside_mixed_schedules(num_steps: int) -> None:
+    # a = ā = 1, δ = 0, no transients, m = s + 1: a record is as large as a state and contains it.
+    option = Option("record", forward_s=1.0, backward_s=0.0, holds_output=True)
+    units = [Unit(f"s{i}", [option], output_bytes=1, gradient_bytes=0) for i in range(num_steps)]
+    prepared = PreparedChain(Problem(units), num_levels=50)
+    for slots in range(1, 12):
+        candidate = prepared.best(slots + 1)
+        assert candidate is not None
+        assert simulate(Problem(units), candidate.schedule).seconds == mixed(num_steps, slots), slots
+
+
+def test_mixed_published_values() -> None:
+    assert (mixed(10, 3), mixed(50, 5)) == (19, 138)
+
+
+def golden() -> Problem:
+    sizes = [(1, 30, 4), (2, 10, 6), (3, 50, 2), (4, 20, 5), (1, 5, 1)]
+    return Problem(
+        [
+            Unit.keep_or_recompute(f"u{i}", forward_s=f, backward_s=2 * f, held_bytes=held, output_bytes=out)
+            for i, (f, held, out) in enumerate(sizes)
+        ],
+        input_bytes=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "seconds", "expected"),
+    [
+        (70, 39.0, "F0 F1 F2:1 F3:0 F4:0 B4 B3 B2 F0:0 F1:0 B1 B0"),
+        (100, 36.0, "F0 F1 F2:0 F3:0 F4:0 B4 B3 B2 F0:0 F1:0 B1 B0"),
+        (125, 34.0, "F0:1 F1:0 F2:0 F3:0 F4:0 B4 B3 B2 B1 B0"),
+        (141, 33.0, "F0:0 F1:0 F2:0 F3:0 F4:0 B4 B3 B2 B1 B0"),
+    ],
+)
+def test_golden_traces(budget_bytes: int, seconds: float, expected: str) -> None:
+    candidate = solve_chain(golden(), budget_bytes=budget_bytes)
+    assert candidate is not None
+    assert (simulate(golden(), candidate.schedule).seconds, trace(candidate.schedule)) == (seconds, expected)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 10**6), num_levels=st.sampled_from([30, 60, 120]))
+def test_rounding_never_passes_the_budget_nor_the_bound(seed: int, num_levels: int) -> None:
+    problem = random_problem(seed, num_units=14, num_options=3, scale=10_007, jitter=5_000)
+    prepared = PreparedChain(problem, num_levels=num_levels)
+    assert not prepared.is_exact
+    fine = PreparedChain(problem, num_levels=3000)
+    low, high = prepared.smallest_bytes, useful_bytes(prepared)
+    previous = float("inf")
+    for step in range(33):
+        budget_bytes = low + (high - low) * step // 32
+        candidate, better = prepared.best(budget_bytes), fine.best(budget_bytes)
+        assert candidate is not None
+        assert candidate.bound is not None
+        assert better is not None
+        result = simulate(problem, candidate.schedule)
+        assert result.peak_bytes <= budget_bytes
+        assert result.seconds <= previous * (1 + 1e-12)
+        assert candidate.bound.seconds <= simulate(problem, better.schedule).seconds * (1 + 1e-12)
+        previous = result.seconds
+    assert prepared.best(low - 1) is None
+
+
+def test_the_smallest_budget_is_feasible_to_the_byte() -> None:
+    for seed in range(20):
+        problem = random_problem(seed, num_units=12, num_options=2, scale=1009, jitter=997)
+        prepared = PreparedChain(problem, num_levels=40)
+        candidate = prepared.best(prepared.smallest_bytes)
+        assert candidate is not None
+        assert simulate(problem, candidate.schedule).peak_bytes <= prepared.smallest_bytes
+
+
+def test_same_input_same_plan() -> None:
+    problem = random_problem(5, num_units=20, num_options=3, scale=1009, jitter=500)
+    budget_bytes = PreparedChain(problem, num_levels=100).smallest_bytes * 2
+    first = ChainSolver().prepare(problem, time_limit_s=1.0).best(budget_bytes)
+    assert first == ChainSolver().prepare(problem, time_limit_s=1.0).best(budget_bytes)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.problems import equal_problem, random_problem
+from planning.solvers.test_baselines import skips
+
+from recoup.errors import BudgetError, ProblemError, SizeError
+from recoup.planning import Problem, Unit, frontier, minimum_budget, plan, simulate
+from recoup.planning.solvers import SOLVERS
+from recoup.planning.solvers.chain import ChainSolver
+
+
+def blocks(num_units: int = 6) -> Problem:
+    units = [
+        Unit.keep_or_recompute(
+            f"block{i}", forward_s=1 + i % 3, backward_s=2, held_bytes=600 - 50 * i, output_bytes=100
+        )
+        for i in range(num_units)
+    ]
+    return Problem(units, resident_bytes=5000, input_bytes=64)
+
+
+def test_a_plan_says_all_that_matters() -> None:
+    found = plan(blocks(), "7kB")
+    assert found.budget_bytes == 7000
+    assert found.predicted == simulate(blocks(), found.schedule)
+    assert found.predicted.peak_bytes <= 7000
+    assert (found.solver, found.bound.schedules, found.gap) == ("chain", "persistent schedules", 0.0)
+    assert found.is_optimal
+    assert len(found.options) == 6
+    assert set(found.options) <= {"keep", "recompute"}
+    assert "by chain: optimal among persistent schedules." in str(found)
+
+
+def test_below_the_minimum() -> None:
+    smallest = minimum_budget(blocks())
+    assert plan(blocks(), smallest).predicted.peak_bytes == smallest
+    match = (
+        rf"No schedule fits .* The smallest feasible budget is .*\({smallest} bytes\), set by the .* 'block"
+    )
+    with pytest.raises(BudgetError, match=match) as caught:
+        plan(blocks(), smallest - 1)
+    assert caught.value.smallest_bytes == smallest
+    assert caught.value.budget_bytes == smallest - 1
+    tight = plan(blocks(), smallest).predicted.peak
+    assert caught.value.unit == f"block{tight.unit}"
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(SizeError, match="Cannot read '8 apples'"):
+        plan(blocks(), "8 apples")
+    with pytest.raises(ProblemError, match="at least one point"):
+        frontier(blocks(), num_points=0)
+    with pytest.raises(ProblemError, match=r"None of the solvers \(chain\) applies"):
+        plan(skips(), 10_000, solvers=[ChainSolver()])
+
+
+def test_skips_are_planned_and_bounded() -> None:
+    smallest = minimum_budget(skips())
+    previous = float("inf")
+    for budget_bytes in range(smallest, 400, 10):
+        found = plan(skips(), budget_bytes)
+        assert found.predicted.peak_bytes <= budget_bytes
+        assert found.bound.seconds <= found.predicted.seconds <= previous
+        previous = found.predicted.seconds
+    assert found.is_optimal
+    assert found.bound.schedules == "all schedules"
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 10**6))
+def test_more_bytes_never_cost_more_seconds(seed: int) -> None:
+    problem = random_problem(seed, num_units=9, num_options=3, scale=1009, jitter=600)
+    low = minimum_budget(problem)
+    previous = float("inf")
+    for step in range(12):
+        found = plan(problem, low + step * low // 6)
+        assert found.predicted.peak_bytes <= found.budget_bytes
+        assert found.bound.seconds <= found.predicted.seconds * (1 + 1e-12)
+        assert found.predicted.seconds <= previous * (1 + 1e-9)
+        previous = found.predicted.seconds
+
+
+def test_the_frontier_is_what_plan_says() -> None:
+    points = frontier(blocks())
+    assert points[0].budget_bytes == minimum_budget(blocks())
+    assert [p.predicted.peak_bytes for p in points] == [p.budget_bytes for p in points]
+    assert sorted(points, key=lambda p: p.budget_bytes) == list(points)
+    seconds = [p.predicted.seconds for p in points]
+    assert sorted(set(seconds), reverse=True) == seconds
+    for point in points:
+        assert plan(blocks(), point.budget_bytes).predicted.seconds == point.predicted.seconds
+    assert points[-1].predicted.num_recomputes == (0,) * 6
+
+
+def test_a_frontier_at_chosen_budgets() -> None:
+    smallest = minimum_budget(blocks())
+    points = frontier(blocks(), budgets=["1kB", smallest, 6500, 20_000, "1MB"])
+    assert len(points) == 3
+    assert len(frontier(blocks(12), num_points=4)) <= 4
+
+
+def test_equal_units_need_no_more_than_the_chain_solver() -> None:
+    problem = equal_problem(20)
+    found = plan(problem, 120)
+    assert (found.solver, found.gap) == ("chain", 0.0)
+
+
+def test_the_solvers_that_are_tried() -> None:
+    names = [solver.name for solver in SOLVERS]
+    assert names[0] == "chain"
+    assert len(set(names)) == len(names)
