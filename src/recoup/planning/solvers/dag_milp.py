@@ -34,7 +34,7 @@ from recoup.planning.solvers.program import Program
 __all__ = ["StagedAnswer", "solve_staged"]
 
 _ALWAYS = -1
-_SLACK = 1e-9
+_SLACK = 1e-6
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def solve_staged(
     builder = _Builder(graph, budget_bytes=budget_bytes, spare_s=known_s - graph.plain_s)
     if not builder.is_possible:
         return StagedAnswer(order=None, bound_s=math.inf)
-    solution = builder.program.solve(time_limit_s=time_limit_s)
+    solution = builder.program.solve(time_limit_s=time_limit_s, cutoff=builder.cutoff)
     if solution.is_infeasible:
         # Nothing at most as dear as the known cost: that cost is itself the bound.
         return StagedAnswer(order=None, bound_s=known_s)
@@ -98,22 +98,15 @@ class _Builder:
         self.is_possible = graph.floor_bytes <= budget_bytes
         if not self.is_possible:
             return
-        limit_s = spare_s * (1 + _SLACK) + self.unit_s * _SLACK
+        self.cutoff = spare_s / self.unit_s * (1 + _SLACK) + _SLACK
         for stage in range(len(graph)):
             for op in range(stage):
                 self._there[stage, op] = self.program.column()
-                if graph.compute_s[op] <= limit_s:
+                if graph.compute_s[op] / self.unit_s <= self.cutoff:
                     self.again[stage, op] = self.program.column(cost=graph.compute_s[op] / self.unit_s)
         for stage in range(len(graph)):
             self._add_flow(stage)
             self._add_memory(stage)
-        if math.isfinite(spare_s) and self.again:
-            terms = [
-                (column, graph.compute_s[op] / self.unit_s)
-                for (_, op), column in self.again.items()
-                if graph.compute_s[op]
-            ]
-            self.program.row(terms, upper=limit_s / self.unit_s)
 
     def _runs(self, stage: int) -> list[int]:
         return [op for op in range(stage) if (stage, op) in self.again] + [stage]

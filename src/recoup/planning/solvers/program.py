@@ -74,28 +74,27 @@ class Program:
         self._upper.append(upper)
 
     def solve(
-        self, *, time_limit_s: float, is_relaxed: bool = False, start: dict[int, float] | None = None
+        self, *, time_limit_s: float, is_relaxed: bool = False, cutoff: float = math.inf
     ) -> Solution:
         """Solves the program to proven optimality, or as far as the time goes.
 
         Args:
             time_limit_s: seconds after which the best so far is returned.
             is_relaxed: let binary columns take every value in [0, 1].
-            start: a known assignment to begin with; columns that it leaves out are completed by HiGHS.
+            cutoff: do not look for anything dearer; if nothing is left, the program counts as infeasible.
         """
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
         solver.setOptionValue("mip_rel_gap", 0.0)
         solver.setOptionValue("mip_abs_gap", 1e-7)
-        # One thread and a fixed seed: the same program gives the same answer.
-        solver.setOptionValue("threads", 1)
+        # "threads" stays unset: HiGHS keeps one pool a process and refuses a second setting.
         solver.setOptionValue("random_seed", 0)
+        if math.isfinite(cutoff):
+            solver.setOptionValue("objective_bound", cutoff)
         solver.passModel(self._model(is_relaxed))
-        if start:
-            columns = np.fromiter(start, dtype=np.int32)
-            solver.setSolution(len(columns), columns, np.fromiter(start.values(), dtype=np.float64))
-        solver.run()
+        if solver.run() == highspy.HighsStatus.kError:
+            raise RuntimeError("HiGHS refused the program; this is a fault in recoup. Please report it.")
         return _solution_of(solver, is_relaxed)
 
     def _model(self, is_relaxed: bool) -> highspy.HighsLp:
