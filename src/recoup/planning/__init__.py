@@ -1,1 +1,1 @@
-"""Plans from numbers: which values to hold, drop and recompute under a byte budget. Knows nothing of torch."""
+"""Plans from numbers: what to hold, drop and recompute under a byte budget. Knows nothing of torch."""

@@ -112,7 +112,8 @@ class OrderedGraph:
         """What the largest operation needs with its inputs: no schedule peaks lower."""
         sizes = self.value_bytes
         return max(
-            (sizes[op] + sum(sizes[value] for value in read) for op, read in enumerate(self.inputs)), default=0
+            (sizes[op] + sum(sizes[value] for value in read) for op, read in enumerate(self.inputs)),
+            default=0,
         )
 
 
@@ -374,7 +375,9 @@ def evaluate_held(graph: OpGraph, *, held: Iterable[int]) -> HoldCost:
         value = waiting.pop()
         index = maker.get(value)
         if index is None or not graph.operations[index].is_replayable:
-            raise GraphError(f"Value {value} is needed and cannot be recomputed: hold it or make it resident.")
+            raise GraphError(
+                f"Value {value} is needed and cannot be recomputed: hold it or make it resident."
+            )
         if index in rerun:
             continue
         rerun.add(index)

@@ -5,12 +5,12 @@ From quick to exact, each step with the best so far in hand:
 1. ``first``: the offline next-use greedy (``dag_greedy``), pruned (``dag_prune``);
 2. ``search``: the greedy again with random exponents, and for graphs up to 400 operations annealing over
    orders (``dag_search``), for wide graphs where the greedy falls short;
-3. ``exact``: for graphs up to 128 operations Checkmate's integer program on HiGHS (``dag_milp``), cut off at the
-   best so far, until it proves it or improves on it.
+3. ``exact``: for graphs up to 128 operations Checkmate's integer program on HiGHS (``dag_milp``), cut off
+   at the best so far, until it proves it or improves on it.
 
-Two lower bounds come with every plan: one for every schedule (``dag_bound``) and one for staged schedules, the
-class of the integer program. The work of each step is counted, not timed, so that the same input gives the same
-plan; only where the time limit cuts a step short can the plan depend on the machine.
+Two lower bounds come with every plan: one for every schedule (``dag_bound``) and one for staged schedules,
+the class of the integer program. The work of each step is counted, not timed, so that the same input gives
+the same plan; only where the time limit cuts a step short can the plan depend on the machine.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def dag_frontier(
 ) -> tuple[DagPlan, ...]:
     """Plans for several budgets, ascending; more bytes never cost more seconds.
 
-    A plan for fewer bytes also serves a larger budget, so the better of the two is taken. Budgets for which no
-    schedule was found are left out. The time limit is for each budget.
+    A plan for fewer bytes also serves a larger budget, so the better of the two is taken. Budgets for which
+    no schedule was found are left out. The time limit is for each budget.
 
     >>> graph = OrderedGraph((4, 4, 2, 1), (1.0, 3.0, 1.0, 1.0), ((), (), (1,), (0, 2)))
     >>> [(plan.budget_bytes, plan.compute_s) for plan in dag_frontier(graph, budgets_bytes=[10, 6, 8])]
@@ -243,9 +243,7 @@ class _Search:
             if self._left_s() <= 0 or self._is_proven() or (index == 2 and self.order is not None):
                 return
             cooling = Cooling(num_moves=3_000_000 // max(size, 50), price=price, seed=self._seed + index)
-            order = annealed_order(
-                self._graph, budget_bytes=self._budget, start=range(size), cooling=cooling
-            )
+            order = annealed_order(self._graph, budget_bytes=self._budget, start=range(size), cooling=cooling)
             if order is not None:
                 self.offer(pruned_order(self._graph, order, budget_bytes=self._budget), "search")
 
@@ -266,13 +264,13 @@ def _weights(seed: int) -> Iterator[Weights]:
     yield Weights()
     rng = random.Random(seed)
     while True:
-        exponents = [2 * rng.random() for _ in range(3)]
-        shuffle = rng.randrange(2**31) if rng.random() < 0.5 else None
-        yield Weights(*exponents, shuffle_seed=shuffle)
+        seconds, size, distance = (2 * rng.random() for _ in range(3))
+        shuffle_seed = rng.randrange(2**31) if rng.random() < 0.5 else None
+        yield Weights(seconds, size, distance, shuffle_seed=shuffle_seed)
 
 
 def _smallest(graph: OrderedGraph, *, seed: int) -> tuple[int, tuple[int, ...]]:
-    """Bisects for the smallest peak that greedy walks, then short annealings, reach; returns it with its order."""
+    """Bisects for the smallest peak that greedy walks, then short annealings, reach."""
     low, high = graph.floor_bytes, graph.plain_peak_bytes
     best = tuple(range(len(graph)))
     num_probes = 64

@@ -1,16 +1,17 @@
 """A lower bound on the seconds of *every* schedule of an ordered graph, staged or not.
 
-Between two uses of a value in the graph's order (its making counts as the first) lies a gap. If the value is
-missing while operation ``t`` of a gap runs for the first time, it is computed again between ``t`` and the end of the
-gap, and computations of different gaps are different ones. So for every ``t``, with ``x[v,g] = 1`` if value v is
-missing at some time in its gap g,
+Between two uses of a value in the graph's order (its making counts as the first) lies a gap. If the value
+is missing while operation ``t`` of a gap runs for the first time, it is computed again between ``t`` and
+the end of the gap, and computations of different gaps are different ones. So for every ``t``, with
+``x[v,g] = 1`` if value v is missing at some time in its gap g,
 
     sum over gaps that hold t of bytes[v] * x[v,g]  >=  plain live bytes at t - budget
     minimise  sum of seconds[v] * x[v,g]
 
-Solved in integers for small graphs and relaxed for long ones, it bounds every schedule. It leaves out that a recomputation needs inputs, so it is tight where these
-live anyway and weak for long recompute chains. For long graphs only some times ``t`` are used, the fullest
-ones: fewer rows make a weaker bound, never a wrong one.
+Solved in integers for small graphs and relaxed for long ones, it bounds every schedule. It leaves out that
+a recomputation needs inputs, so it is tight where these live anyway and weak for long recompute chains. For
+long graphs only some times ``t`` are used, the fullest ones: fewer rows make a weaker bound, never a wrong
+one.
 """
 
 from __future__ import annotations

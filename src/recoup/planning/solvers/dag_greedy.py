@@ -2,17 +2,18 @@
 
 When bytes are short, the value with the least
 
-    (seconds to recompute it with its missing ancestors)^a  ÷  (bytes^b × distance to its next use^c)
+    (seconds to recompute it with its missing ancestors)^a  /  (bytes^b * distance to its next use^c)
 
 goes; a missing input is recomputed on demand, its own missing inputs first. The rule is that of DTR (Kirisame
 et al., "Dynamic Tensor Rematerialization", ICLR 2021) with two departures: the next use is known, so that it
 replaces the time since the last use, and values that nothing in the order reads again go first.
 
 NOTE [ Lazy recompute cost ]
- 1. The seconds of a value grow as its ancestors are dropped. A cached figure that is too small is harmless: it
-    is brought up to date when the value would be chosen, and the choice is made again.
- 2. They shrink when an ancestor comes back. Direct consumers of a recomputed value are set back to their own
-    seconds, a lower bound, so that rule 1 applies again; deeper ones keep their figure until they are recomputed.
+ 1. The seconds of a value grow as its ancestors are dropped. A cached figure that is too small is harmless:
+    it is brought up to date when the value would be chosen, and the choice is made again.
+ 2. They shrink when an ancestor comes back. Direct consumers of a recomputed value are set back to their
+    own seconds, a lower bound, so that rule 1 applies again; deeper ones keep their figure until they are
+    recomputed.
  3. At most ``_MAX_CLOSURE`` missing ancestors are summed: beyond that the value is dear enough.
 """
 
@@ -62,7 +63,9 @@ def consumers_of(graph: OrderedGraph) -> list[list[int]]:
     return consumers
 
 
-def greedy_order(graph: OrderedGraph, *, budget_bytes: int, weights: Weights | None = None) -> list[int] | None:
+def greedy_order(
+    graph: OrderedGraph, *, budget_bytes: int, weights: Weights | None = None
+) -> list[int] | None:
     """Returns an order of computations whose peak stays within the budget, or None if the greedy finds none.
 
     >>> graph = OrderedGraph((4, 4, 2, 1), (1.0, 3.0, 1.0, 1.0), ((), (), (1,), (0, 2)))
@@ -113,7 +116,7 @@ class _Walk:
         return True
 
     def _compute(self, target: int) -> bool:
-        """Computes an operation and, before it, whatever it misses. A stack, as chains may be thousands long."""
+        """Computes an operation and what it misses; with a stack, as chains may be thousands long."""
         stack = [(target, self._open(target))]
         while stack:
             op, missing = stack[-1]

@@ -13,11 +13,11 @@ recomputed out of graph order) may be cheaper still; what is proven here is prov
 
 Departures from the paper:
 
-* Memory. The paper counts freed bytes by products of variables. Here ``L[t,i,k]`` says that value i is there
-  when slot k of stage t runs: it must be if some reader j >= k runs in the stage or if stage t+1 begins with it,
-  ``L[t,i,k] >= R[t,j]``, ``L[t,i,k] >= S[t+1,i]``, one variable per reader, each bounding the one before. Before
-  slot i itself, the value is there iff the stage began with it and does not compute it: ``R[t,i] + S[t,i] <= 1``
-  loses nothing, because computing what is there is never needed.
+* Memory. The paper counts freed bytes by products of variables. Here ``L[t,i,k]`` says that value i is
+  there when slot k of stage t runs: it must be if some reader j >= k runs in the stage or if stage t+1
+  begins with it, ``L[t,i,k] >= R[t,j]``, ``L[t,i,k] >= S[t+1,i]``, one variable per reader, each bounding
+  the one before. Before slot i itself, the value is there iff the stage began with it and does not compute
+  it: ``R[t,i] + S[t,i] <= 1`` loses nothing, because computing what is there is never needed.
 * A known cost bounds the search: the recomputations together may not cost more, and an operation that costs
   more alone gets no variables. On the three test graphs this makes minutes into seconds.
 """

@@ -1,10 +1,10 @@
 """Simulated annealing over orders of computations, for wide graphs and tight budgets.
 
-An order of computations determines the least memory that it needs (each copy is dropped after the last use that
-it serves), and taking a repeat out, putting one in or moving one leaves it legal as long as first computations
-keep their places. So a plain local search does: minimise seconds plus a price on the bytes over the budget, summed
-over time, and cool down. Retention intervals as the search space are Moccasin's idea (Bartan et al., ICML
-2023), which hands them to a constraint solver; here they follow from the order.
+An order of computations determines the least memory that it needs (each copy is dropped after the last use
+that it serves), and taking a repeat out, putting one in or moving one leaves it legal as long as first
+computations keep their places. So a plain local search does: minimise seconds plus a price on the bytes
+over the budget, summed over time, and cool down. Retention intervals as the search space are Moccasin's
+idea (Bartan et al., ICML 2023), which hands them to a constraint solver; here they follow from the order.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Which values of a forward pass to hold for the backward, and which to recompute.
 
-``hold_frontier`` gives the whole lower convex hull of recompute seconds against held bytes: every corner is a hold
-set that is best at some price of a byte, and no hold set lies below the hull. ``hold_plan`` gives a plan for one
-limit in bytes, which may lie between two corners, with a lower bound.
+``hold_frontier`` gives the whole lower convex hull of recompute seconds against held bytes: every corner is
+a hold set that is best at some price of a byte, and no hold set lies below the hull. ``hold_plan`` gives a
+plan for one limit in bytes, which may lie between two corners, with a lower bound.
 
-See ``graph_choice`` for the cut and its proof, ``graph_hull`` for the search over prices, ``graph_between`` for limits
-between corners. What is *not* modelled here: the peak while the backward recomputes. Use it inside a unit, where
-replay is local, or give the ordered graph to :mod:`recoup.planning.solvers.dag`.
+See ``graph_choice`` for the cut and its proof, ``graph_hull`` for the search over prices, ``graph_between``
+for limits between corners. What is *not* modelled here: the peak while the backward recomputes. Use it
+inside a unit, where replay is local, or give the ordered graph to :mod:`recoup.planning.solvers.dag`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HoldFrontier:
         return _held_with(self.graph, self.recomputed(index))
 
     def bound_s(self, limit_bytes: int) -> float:
-        """The hull's seconds at a limit: no hold set within it takes fewer. Infinite below the last corner."""
+        """The hull's seconds at a limit: no hold set within it takes fewer."""
         index = self._first_within(limit_bytes)
         if index is None:
             return math.inf
@@ -185,7 +185,9 @@ def hold_plan(
             f"The backward needs at least {least} bytes held, however much is recomputed; the limit is "
             f"{limit} bytes. Raise it to {least} bytes, or make values resident or replayable."
         )
-    plan = _plan_of(graph, frontier.recomputed(index), limit=limit, bound_s=frontier.bound_s(limit), solver="corner")
+    plan = _plan_of(
+        graph, frontier.recomputed(index), limit=limit, bound_s=frontier.bound_s(limit), solver="corner"
+    )
     if plan.is_optimal:
         return plan
     return _improved(graph, plan, frontier=frontier, index=index, time_limit_s=time_limit_s)
@@ -266,7 +268,9 @@ def _held_with(graph: OpGraph, again: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(wanted - made - set(graph.resident)))
 
 
-def _chosen_of(choice: Choice, graph: OpGraph, again: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _chosen_of(
+    choice: Choice, graph: OpGraph, again: Iterable[int]
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """The nodes of a set of replays: the operations, and the values that these read."""
     num_ops = len(graph.operations)
     rerun = set(again)

@@ -1,10 +1,10 @@
 """Hold sets between the corners of the hull: the integer program, on what is open near the price.
 
-A limit between two corners asks for a set that no price makes best. At the price where the hull passes the limit, nearly
-everything is decided on both sides of it; what a range of prices around it leaves open (``Choice.narrowed``) is
-the core (as in knapsack codes: Balas and Zemel, "An algorithm for large zero-one knapsack problems",
-Operations Research 1980). The integer program is solved on the core alone. If the core is the whole problem, its
-answer is the optimum; if not, the hull bounds what may have been missed.
+A limit between two corners asks for a set that no price makes best. At the price where the hull passes the
+limit, nearly everything is decided on both sides of it; what a range of prices around it leaves open
+(``Choice.narrowed``) is the core (as in knapsack codes: Balas and Zemel, "An algorithm for large zero-one
+knapsack problems", Operations Research 1980). The integer program is solved on the core alone. If the core
+is the whole problem, its answer is the optimum; if not, the hull bounds what may have been missed.
 """
 
 from __future__ import annotations

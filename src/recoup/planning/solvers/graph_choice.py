@@ -1,27 +1,28 @@
 """What to recompute, written as a family of cuts with a price on held bytes.
 
 NOTE [ Hold or recompute as a cut ]
-Let ``r[o] = 1`` if operation o runs again, ``q[v] = 1`` if value v must be there in the backward. Needed values have
-q = 1; ``r[o] <= q[u]`` for every input u of o, since a replay reads its inputs. A value that must be there is held
-unless its maker runs again, so at a price of p seconds a byte the cost is
+Let ``r[o] = 1`` if operation o runs again, ``q[v] = 1`` if value v must be there in the backward. Needed
+values have q = 1; ``r[o] <= q[u]`` for every input u of o, since a replay reads its inputs. A value that
+must be there is held unless its maker runs again, so at a price of p seconds a byte the cost is
 
     sum over o of seconds[o] * r[o]  +  p * sum over v of bytes[v] * q[v] * (1 - r[maker of v])
 
-1. Each term is a cut's edge (source side = 1): ``o -> sink`` with the seconds, ``q[v] -> maker`` with p * bytes,
-   and an endless edge ``o -> q[u]``; ``source -> q[v]`` is endless for needed v, so that such v need no node: the
-   edge becomes ``source -> maker``. A value that cannot be recomputed pays at ``q[v] -> sink``. Resident values
-   pay nothing and need no node.
-2. Every finite cut names a set of replays closed under what replays read; holding the values with q = 1 whose
-   maker does not run is a legal hold set of exactly the cut's bytes and seconds. Conversely a hold set and the
-   replays that it forces (``evaluate_held``) give a cut that costs no more. So the minimum cut is the minimum over
-   all hold sets. An operation is one node however many read it: it is charged once; chains are charged in full,
-   because each replay asks for its own inputs.
+1. Each term is a cut's edge (source side = 1): ``o -> sink`` with the seconds, ``q[v] -> maker`` with p *
+   bytes, and an endless edge ``o -> q[u]``; ``source -> q[v]`` is endless for needed v, so that such v need
+   no node: the edge becomes ``source -> maker``. A value that cannot be recomputed pays at
+   ``q[v] -> sink``. Resident values pay nothing and need no node.
+2. Every finite cut names a set of replays closed under what replays read; holding the values with q = 1
+   whose maker does not run is a legal hold set of exactly the cut's bytes and seconds. Conversely a hold
+   set and the replays that it forces (``evaluate_held``) give a cut that costs no more. So the minimum cut
+   is the minimum over all hold sets. An operation is one node however many read it: it is charged once;
+   chains are charged in full, because each replay asks for its own inputs.
 3. Minimum cuts over all prices p are exactly the corners of the lower convex hull of seconds against bytes.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, has the problem; min-cut rematerialisation
-is due to functorch's ``min_cut_rematerialization_partition`` (He and Yu, "Transcending runtime-memory tradeoffs in
-checkpointing by being fusion aware", MLSys 2023). There, a node has one split edge with its bytes and operations judged
-too dear are banned from recomputation; here seconds and bytes are traded at every price, in exact integers.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, has the problem; min-cut
+rematerialisation is due to functorch's ``min_cut_rematerialization_partition`` (He and Yu, "Transcending
+runtime-memory tradeoffs in checkpointing by being fusion aware", MLSys 2023). There, a node has one split
+edge with its bytes and operations judged too dear are banned from recomputation; here seconds and bytes are
+traded at every price, in exact integers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Choice:
         left_bytes: bytes paid if the node is on the sink's side (needed values of an operation).
         right_bytes: bytes paid if it is on the source's side (values that can only be held).
         right_ns: nanoseconds paid if it is on the source's side.
-        pairs: ``(value, operation)`` rows: bytes are paid if the value is wanted and the operation does not run.
+        pairs: ``(value, operation)`` rows: bytes are paid if the value is wanted and the operation does not
+            run.
         pair_bytes: those bytes.
         wants: ``(operation, value)`` rows: if the operation runs, the value is wanted.
     """
@@ -97,12 +99,13 @@ class Choice:
     def narrowed(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> tuple[NodeSet, NodeSet]:
         """Nodes that are in every best set at every price between their part's two, and nodes in some.
 
-        A cost that charges *more* for being in the set, whatever else is in it, has a smallest best set that is
-        part of every best set of the true cost: adding it can only gain (submodularity). So with w = price *
-        bytes, a pair's ``w * q * (1 - r)`` becomes ``e * q * (1 - r) + (f - e) * q`` with e <= w <= f at every
-        price of the range, ``w * (1 - r)`` becomes ``e * (1 - r)``, and what is paid on the source's side is
-        taken at the high price. All are rounded in that direction, so 30 bits are enough. The other bound is
-        the same with the directions exchanged; there a pair pays ``f * q * (1 - r) - (f - e) * q``.
+        A cost that charges *more* for being in the set, whatever else is in it, has a smallest best set
+        that is part of every best set of the true cost: adding it can only gain (submodularity). Write
+        w = price * bytes and take e <= w <= f at every price of the range. Then a pair's ``w * q * (1 - r)``
+        becomes ``e * q * (1 - r) + (f - e) * q``, ``w * (1 - r)`` becomes ``e * (1 - r)``, and what is paid
+        on the source's side is taken at the high price. All are rounded in that direction, so 30 bits are
+        enough. The other bound is the same with the directions exchanged; there a pair pays
+        ``f * q * (1 - r) - (f - e) * q``.
         """
         floor, ceil = lows * (1 - 1e-9), highs * (1 + 1e-9)
         value = self.pairs[:, 0]
@@ -111,7 +114,7 @@ class Choice:
             value, self.pair_bytes * (ceil - floor)[self.part[value]], minlength=len(self.nodes)
         )
         total = np.bincount(self.part, entering, minlength=len(lows))
-        scale = 2.0**28 / np.maximum(total, 1e-300)
+        scale = np.divide(2.0**28, total, out=np.ones_like(total), where=total > 0)
         at_node, at_pair = scale[self.part], scale[self.part[value]]
         low, high = floor[self.part], ceil[self.part]
         seconds = self.right_ns.astype(np.float64)
@@ -163,7 +166,14 @@ class Choice:
     def relabelled(self, part: Indices) -> Choice:
         """The same nodes in other parts."""
         return Choice(
-            self.nodes, part, self.left_bytes, self.right_bytes, self.right_ns, self.pairs, self.pair_bytes, self.wants
+            self.nodes,
+            part,
+            self.left_bytes,
+            self.right_bytes,
+            self.right_ns,
+            self.pairs,
+            self.pair_bytes,
+            self.wants,
         )
 
     def beside(self, other: Choice, *, num_parts: int) -> Choice:
@@ -243,9 +253,7 @@ def choice_of(graph: OpGraph) -> Choice:
         part=np.zeros(size, np.int32),
         left_bytes=np.concatenate([left, np.zeros(len(number), np.int64)]),
         right_bytes=right_bytes,
-        right_ns=np.array(
-            [op.nanoseconds for op in graph.operations] + [0] * len(number), dtype=np.int64
-        ),
+        right_ns=np.array([op.nanoseconds for op in graph.operations] + [0] * len(number), dtype=np.int64),
         pairs=np.array(pairs, dtype=np.int32).reshape(-1, 2),
         pair_bytes=np.array(pair_bytes, dtype=np.int64),
         wants=np.array(wants, dtype=np.int32).reshape(-1, 2),

@@ -10,8 +10,8 @@ problems", JCSS 1985):
     k - d. The cut that was full gains less than 2**d per edge, so what is missing is less than edges * 2**d;
     residual capacities may be cut down to that, and d is chosen so that it is less than 2**30.
  3. At shift 0 the flow is exact. It is proven by the cut that it fills.
-Where the network consists of parts without an edge between them, "what leaves the source" and "edges" are those of
-the largest part: flows of different parts never meet.
+ 4. Where the network consists of parts without an edge between them, "what leaves the source" and "edges"
+    are those of the largest part: flows of different parts never meet.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The whole lower convex hull of recompute time against held bytes, by parametric minimum cut.
 
-Best sets at two prices span a line; a cut at the price of that line either finds a set below it, and both halves are
-searched in turn, or proves that the hull has no corner between (Eisner and Severance, "Mathematical
-techniques for efficient record segmentation in large shared databases", JACM 1976).
+Best sets at two prices span a line; a cut at the price of that line either finds a set below it, and both
+halves are searched in turn, or proves that the hull has no corner between (Eisner and Severance,
+"Mathematical techniques for efficient record segmentation in large shared databases", JACM 1976).
 
-With thousands of corners, thousands of cuts in the whole graph would be too slow, and best sets are not nested in
-the price (replaying more can mean holding *other* bytes), so the parametric flow of Gallo, Grigoriadis and
-Tarjan does not apply. Instead every range of prices decides what it can (``Choice.narrowed``): nodes that are in, or
-out of, every best set of the range are fixed, and what is left falls apart into small components that
-are searched on their own, all of one level side by side in one flow. Their corners, sorted by price, are the hull's.
+With thousands of corners, thousands of cuts in the whole graph would be too slow, and best sets are not
+nested in the price (replaying more can mean holding *other* bytes), so the parametric flow of Gallo,
+Grigoriadis and Tarjan does not apply. Instead every range of prices decides what it can
+(``Choice.narrowed``): nodes that are in, or out of, every best set of the range are fixed, and what is left
+falls apart into small components that are searched on their own, all of one level side by side in one flow.
+Their corners, sorted by price, are the hull's.
 """
 
 from __future__ import annotations

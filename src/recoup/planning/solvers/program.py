@@ -1,13 +1,14 @@
 """A small integer program, solved by HiGHS.
 
-Rows and columns are collected as plain lists and handed over at once: building row by row through highspy's own
-interface costs more than many of the solves.
+Rows and columns are collected as plain lists and handed over at once: building row by row through highspy's
+own interface costs more than many of the solves.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import highspy
 import numpy as np
@@ -73,9 +74,7 @@ class Program:
         self._lower.append(lower)
         self._upper.append(upper)
 
-    def solve(
-        self, *, time_limit_s: float, is_relaxed: bool = False, cutoff: float = math.inf
-    ) -> Solution:
+    def solve(self, *, time_limit_s: float, is_relaxed: bool = False, cutoff: float = math.inf) -> Solution:
         """Solves the program to proven optimality, or as far as the time goes.
 
         Args:
@@ -83,7 +82,7 @@ class Program:
             is_relaxed: let binary columns take every value in [0, 1].
             cutoff: do not look for anything dearer; if nothing is left, the program counts as infeasible.
         """
-        solver = highspy.Highs()
+        solver: Any = _new_solver()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
         solver.setOptionValue("mip_rel_gap", 0.0)
@@ -115,7 +114,12 @@ class Program:
         return model
 
 
-def _solution_of(solver: highspy.Highs, is_relaxed: bool) -> Solution:
+def _new_solver() -> Any:
+    make: Any = highspy.Highs
+    return make()
+
+
+def _solution_of(solver: Any, is_relaxed: bool) -> Solution:
     status, info = solver.getModelStatus(), solver.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
         return Solution(values=None, bound=math.inf, is_optimal=False, is_infeasible=True)
