@@ -148,7 +148,10 @@ def dag_frontier(
     [(8, 7.0), (10, 6.0)]
     """
     plans: list[DagPlan] = []
+    floor = graph.floor_bytes
     for budget in sorted({parse_bytes(size) for size in budgets_bytes}):
+        if budget < floor:
+            continue
         try:
             plan = solve_dag(graph, budget_bytes=budget, effort=effort, time_limit_s=time_limit_s, seed=seed)
         except BudgetError:
@@ -238,11 +241,12 @@ class _Search:
         size = len(self._graph)
         if size > _MAX_ANNEALED:
             return
-        for index, price in enumerate((1.0, 0.3, 3.0)):
-            # A third run, at a price that forces feasibility, only where the first two found nothing.
-            if self._left_s() <= 0 or self._is_proven() or (index == 2 and self.order is not None):
+        for index, (price, hot) in enumerate(((1.0, 0.5), (0.3, 0.5), (3.0, 0.5), (3.0, 5.0))):
+            # A price and a heat that force feasibility, only where those that cost less found nothing.
+            if self._left_s() <= 0 or self._is_proven() or (index >= 2 and self.order is not None):
                 return
-            cooling = Cooling(num_moves=3_000_000 // max(size, 50), price=price, seed=self._seed + index)
+            num_moves = 3_000_000 // max(size, 50)
+            cooling = Cooling(num_moves=num_moves, price=price, hot=hot, seed=self._seed + index)
             order = annealed_order(self._graph, budget_bytes=self._budget, start=range(size), cooling=cooling)
             if order is not None:
                 self.offer(pruned_order(self._graph, order, budget_bytes=self._budget), "search")

@@ -66,7 +66,7 @@ def switches(choice: Choice) -> tuple[NodeSet, list[Switch]]:
         for price in (low, high)
     )
     found: list[Switch] = []
-    level: _Level | None = _Level(choice, [low], [high], first, last)
+    level = _Level(choice, [low], [high], first, last) if len(choice.nodes) else None
     while level is not None:
         level = _split(_narrowed(level), found)
     found.sort(key=lambda switch: switch.price)
