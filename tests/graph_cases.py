@@ -59,6 +59,22 @@ def training_graph(num_ops: int, *, seed: int) -> OrderedGraph:
     return OrderedGraph(tuple(sizes), tuple(seconds), tuple(inputs))
 
 
+def wide_graph(num_ops: int, *, seed: int) -> OrderedGraph:
+    """Random layers of 4 to 12 operations, each reading up to four values of the last four layers."""
+    rng = random.Random(seed)
+    inputs: list[tuple[int, ...]] = [()]
+    layers = [[0]]
+    while len(inputs) < num_ops:
+        layer = []
+        near = [value for earlier in layers[-4:] for value in earlier]
+        for _ in range(min(rng.randint(4, 12), num_ops - len(inputs))):
+            layer.append(len(inputs))
+            inputs.append(tuple(sorted(rng.sample(near, min(len(near), rng.randint(1, 4))))))
+        layers.append(layer)
+    sizes = tuple(rng.randint(1, 100) * 64 for _ in inputs)
+    return OrderedGraph(sizes, tuple(float(rng.randint(1, 1000)) for _ in inputs), tuple(inputs))
+
+
 def random_ops(rng: random.Random, num_ops: int) -> OpGraph:
     """A small forward pass with all the difficulties: several outputs, free and irreplaceable values."""
     num_inputs = rng.randint(1, 2)

@@ -8,7 +8,7 @@ import math
 import random
 
 import pytest
-from graph_cases import random_ordered, training_graph
+from graph_cases import budget_of, random_ordered, training_graph, wide_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +20,7 @@ from recoup.planning.solvers.dag_greedy import greedy_order
 from recoup.planning.solvers.dag_milp import solve_staged
 from recoup.planning.solvers.dag_prune import pruned_order
 from recoup.planning.solvers.dag_search import Cooling, annealed_order
+from recoup.planning.solvers.dag_shave import shaved_order
 
 
 def least_seconds(graph: OrderedGraph, budget: int) -> float:
@@ -195,6 +196,26 @@ def test_greedy_and_pruning_keep_to_the_budget(seed, num_ops, share):
     assert max(before.peak_bytes, after.peak_bytes) <= budget
     assert after.compute_s <= before.compute_s
     assert gap_bound_s(graph, budget_bytes=budget) <= after.compute_s + 1e-9
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6), num_ops=st.integers(2, 30), share=st.floats(0.5, 1.0), is_varied=st.booleans()
+)
+def test_shaving_keeps_to_the_budget(seed, num_ops, share, is_varied):
+    graph = random_ordered(random.Random(seed), num_ops)
+    budget = max(graph.floor_bytes, int(share * graph.plain_peak_bytes))
+    order = shaved_order(graph, budget_bytes=budget, seed=seed if is_varied else None)
+    if order is not None:
+        assert simulate_actions(graph, actions_of(graph, order)).peak_bytes <= budget
+
+
+@pytest.mark.parametrize(("num_ops", "share"), [(100, 0.9), (300, 0.9), (1000, 0.9), (1000, 0.8)])
+def test_wide_graphs_get_a_first_plan(num_ops, share):
+    graph = wide_graph(num_ops, seed=1)
+    plan = solve_dag(graph, budget_bytes=budget_of(graph, share), effort="first")
+    assert plan.peak_bytes <= budget_of(graph, share)
+    assert plan.compute_s <= 1.05 * graph.plain_s
 
 
 def test_pruning_leaves_only_what_the_budget_needs():

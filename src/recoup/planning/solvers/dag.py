@@ -2,9 +2,10 @@
 
 From quick to exact, each step with the best so far in hand:
 
-1. ``first``: the offline next-use greedy (``dag_greedy``), pruned (``dag_prune``);
-2. ``search``: the greedy again with random exponents, and for graphs up to 400 operations annealing over
-   orders (``dag_search``), for wide graphs where the greedy falls short;
+1. ``first``: the offline next-use greedy (``dag_greedy``), pruned (``dag_prune``); for graphs up to 400
+   operations, and where it finds nothing, also peak shaving (``dag_shave``), which is better on wide graphs;
+2. ``search``: both again with random weights, and for graphs up to 400 operations annealing over orders
+   (``dag_search``);
 3. ``exact``: for graphs up to 128 operations Checkmate's integer program on HiGHS (``dag_milp``), cut off
    at the best so far, until it proves it or improves on it.
 
@@ -29,6 +30,7 @@ from recoup.planning.solvers.dag_greedy import Weights, greedy_order
 from recoup.planning.solvers.dag_milp import solve_staged
 from recoup.planning.solvers.dag_prune import pruned_order
 from recoup.planning.solvers.dag_search import Cooling, annealed_order
+from recoup.planning.solvers.dag_shave import shaved_order
 from recoup.sizes import format_bytes, parse_bytes
 
 __all__ = ["DagPlan", "Effort", "dag_frontier", "minimum_dag_budget", "solve_dag"]
@@ -37,7 +39,8 @@ Effort = Literal["first", "search", "exact"]
 
 _EFFORTS = ("first", "search", "exact")
 _MAX_ANNEALED, _MAX_EXACT = 400, 128
-_NUM_FIRST_TRIES = 12
+_MAX_SHAVED = 400
+_NUM_FIRST_TRIES, _NUM_PROBE_TRIES = 12, 4
 _TOLERANCE = 1e-9
 
 
@@ -53,7 +56,7 @@ class DagPlan:
         compute_s: its simulated seconds.
         bound_s: no schedule at all within the budget takes fewer seconds.
         staged_bound_s: no staged schedule (see ``dag_milp``) within the budget takes fewer seconds.
-        solver: the step that found it: "plain", "greedy", "restart", "search" or "program".
+        solver: the step that found it: "plain", "greedy", "shave", "search" or "program".
     """
 
     graph: OrderedGraph
@@ -196,9 +199,8 @@ class _Search:
     def run(self, effort: Effort) -> None:
         """Runs the steps that the effort names, until the best is proven or the time is over."""
         for index, weights in zip(range(_NUM_FIRST_TRIES), _weights(self._seed), strict=False):
-            self._try_greedy(weights, "greedy" if index == 0 else "restart")
-            if self.order is not None:
-                break
+            if self.order is None or (index == 1 and len(self._graph) <= _MAX_SHAVED):
+                self._try(index, weights)
         if self.order is None:
             self.offer(_smallest(self._graph, seed=self._seed)[1], "greedy")
         self._bound_s = gap_bound_s(self._graph, budget_bytes=self._budget, time_limit_s=self._left_s())
@@ -235,7 +237,7 @@ class _Search:
         for index, weights in enumerate(_weights(self._seed)):
             if index == num_restarts or self._left_s() <= 0 or self._is_proven():
                 return
-            self._try_greedy(weights, "restart")
+            self._try(index, weights)
 
     def _anneal(self) -> None:
         size = len(self._graph)
@@ -251,9 +253,10 @@ class _Search:
             if order is not None:
                 self.offer(pruned_order(self._graph, order, budget_bytes=self._budget), "search")
 
-    def _try_greedy(self, weights: Weights, solver: str) -> None:
-        order = greedy_order(self._graph, budget_bytes=self._budget, weights=weights)
+    def _try(self, index: int, weights: Weights) -> None:
+        order = _attempt(self._graph, self._budget, index=index, weights=weights)
         if order is not None:
+            solver = "shave" if _is_shaving(self._graph, index) else "greedy"
             self.offer(pruned_order(self._graph, order, budget_bytes=self._budget), solver)
 
     def _left_s(self) -> float:
@@ -270,14 +273,30 @@ def _weights(seed: int) -> Iterator[Weights]:
     while True:
         seconds, size, distance = (2 * rng.random() for _ in range(3))
         shuffle_seed = rng.randrange(2**31) if rng.random() < 0.5 else None
-        yield Weights(seconds, size, distance, shuffle_seed=shuffle_seed)
+        yield Weights(seconds, size, distance, looks_ahead=rng.random() < 0.5, shuffle_seed=shuffle_seed)
+
+
+def _is_shaving(graph: OrderedGraph, index: int) -> bool:
+    # Its work grows with the square of the length, so long graphs see it less often.
+    if len(graph) <= _MAX_SHAVED:
+        return index % 2 == 1
+    return index % 8 == 1 and len(graph) <= 8 * _MAX_SHAVED
+
+
+def _attempt(graph: OrderedGraph, budget: int, *, index: int, weights: Weights) -> list[int] | None:
+    """The greedy and, on graphs that are not too long for it, shaving in turn; the plain rules first."""
+    if not _is_shaving(graph, index):
+        return greedy_order(graph, budget_bytes=budget, weights=weights)
+    if index == 1:
+        return shaved_order(graph, budget_bytes=budget)
+    return shaved_order(graph, budget_bytes=budget, seconds_power=weights.seconds, seed=index)
 
 
 def _smallest(graph: OrderedGraph, *, seed: int) -> tuple[int, tuple[int, ...]]:
     """Bisects for the smallest peak that greedy walks, then short annealings, reach."""
     low, high = graph.floor_bytes, graph.plain_peak_bytes
     best = tuple(range(len(graph)))
-    num_probes = 64
+    num_probes = 20
     for attempt in (_walked, _annealed) if len(graph) <= _MAX_ANNEALED else (_walked,):
         while low < high and num_probes:
             num_probes -= 1
@@ -294,8 +313,8 @@ def _smallest(graph: OrderedGraph, *, seed: int) -> tuple[int, tuple[int, ...]]:
 
 
 def _walked(graph: OrderedGraph, budget: int, seed: int) -> list[int] | None:
-    for _, weights in zip(range(_NUM_FIRST_TRIES), _weights(seed), strict=False):
-        order = greedy_order(graph, budget_bytes=budget, weights=weights)
+    for index, weights in zip(range(_NUM_PROBE_TRIES), _weights(seed), strict=False):
+        order = _attempt(graph, budget, index=index, weights=weights)
         if order is not None:
             return order
     return None

@@ -41,12 +41,15 @@ class Weights:
         seconds: exponent of the recompute seconds.
         size: exponent of the bytes.
         distance: exponent of the distance to the next use, in operations.
+        looks_ahead: count an ancestor as missing also if the order reads it for the last time before the
+            value's next use, as it is likely to be gone by then.
         shuffle_seed: recompute missing inputs in a random order with this seed; in graph order when None.
     """
 
     seconds: float = 1.0
     size: float = 1.0
     distance: float = 1.0
+    looks_ahead: bool = True
     shuffle_seed: int | None = None
 
 
@@ -90,6 +93,7 @@ class _Walk:
         self._consumers = consumers_of(graph)
         self._num_read = [0] * size
         self._next_use = np.array([read[0] if read else size for read in self._consumers], dtype=np.float64)
+        self._last_use = [read[-1] if read else -1 for read in self._consumers]
         self._sizes = np.maximum(np.array(graph.value_bytes, dtype=np.float64), 1e-9) ** weights.size
         # Values of no seconds still differ in bytes and distance.
         smallest = min((s for s in graph.compute_s if s > 0), default=1.0)
@@ -100,6 +104,8 @@ class _Walk:
         self._pins = [0] * size
         self._used = 0
         self._now = 0
+        # On wide graphs near their minimum, recomputations can evict each other's inputs without end.
+        self._max_steps = 4 * size + 2_000
         self._random = None if weights.shuffle_seed is None else random.Random(weights.shuffle_seed)
         self.order: list[int] = []
 
@@ -125,7 +131,7 @@ class _Walk:
             if missing:
                 stack.append((missing[-1], self._open(missing[-1])))
                 continue
-            if not self._make_room(self._graph.value_bytes[op]):
+            if len(self.order) == self._max_steps or not self._make_room(self._graph.value_bytes[op]):
                 return False
             self._hold(op)
             for value in self._graph.inputs[op]:
@@ -197,11 +203,12 @@ class _Walk:
     def _missing_seconds(self, value: int) -> float:
         inputs, held, seconds = self._graph.inputs, self._held, self._seconds
         total, seen, stack = 0.0, {value}, [value]
+        until = self._next_use[value] if self._weights.looks_ahead else -1
         while stack and len(seen) <= _MAX_CLOSURE:
             op = stack.pop()
             total += seconds[op]
             for item in inputs[op]:
-                if not held[item] and item not in seen:
+                if (not held[item] or self._last_use[item] < until) and item not in seen:
                     seen.add(item)
                     stack.append(item)
         return total
