@@ -33,7 +33,7 @@ from recoup.planning.solvers.dag_prune import pruned_order
 from recoup.planning.solvers.graph import HoldFrontier, hold_frontier, hold_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from graph_cases import budget_of, instance, long_ops, training_graph, wide_graph  # type: ignore[import-not-found]
+from graph_cases import budget_of, instance, long_ops, training_graph, wide_graph
 
 OPTIMA = {
     ("vgg16_train", 0.9): 15_805,
@@ -97,8 +97,8 @@ def first_plans(runs: int) -> str:
             )
     exponent = math.log(least[10_000] / least[1_000]) / math.log(10)
     head = ["operations", "budget", "seconds", "extra cost", "least extra cost (bound)"]
-    note = f"Growth from 1,000 to 10,000 operations at 0.2: exponent {exponent:.2f} (least times). Limits: 0.5 s and 10 s."
-    return f"{table(head, rows)}\n\n{note}"
+    note = f"Growth from 1,000 to 10,000 operations at 0.2: exponent {exponent:.2f} (least times)."
+    return f"{table(head, rows)}\n\n{note} Limits: 0.5 s and 10 s."
 
 
 def wide(runs: int) -> str:

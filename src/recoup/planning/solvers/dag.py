@@ -247,7 +247,7 @@ class _Search:
             # A price and a heat that force feasibility, only where those that cost less found nothing.
             if self._left_s() <= 0 or self._is_proven() or (index >= 2 and self.order is not None):
                 return
-            num_moves = 3_000_000 // max(size, 50)
+            num_moves = min(2_000 * size, 3_000_000 // size)
             cooling = Cooling(num_moves=num_moves, price=price, hot=hot, seed=self._seed + index)
             order = annealed_order(self._graph, budget_bytes=self._budget, start=range(size), cooling=cooling)
             if order is not None:
