@@ -5,6 +5,8 @@
     RecoupError
     ├── SizeError                    a byte size that cannot be read ("8 apples")
     ├── PolicyError                  a policy with impossible settings
+    ├── BudgetError                  a budget below what the step needs
+    ├── GraphError                   a malformed graph, or a schedule that is not legal on it
     ├── CheckpointError              the checkpoint primitive
     │   ├── NothingToCheckpointError   a call that has no tensor and gives no gradient
     │   ├── InputChangedError          something the function reads changed before its replay
@@ -31,7 +33,11 @@ __all__ = [
     "BudgetError",
     "ChainError",
     "CheckpointError",
+<<<<<<< HEAD
     "EncodingError",
+=======
+    "GraphError",
+>>>>>>> 34786e75294b7b6e8406f3c838ffba8dffd22f05
     "InputChangedError",
     "NotHeldError",
     "NothingToCheckpointError",
@@ -59,6 +65,14 @@ class SizeError(RecoupError, ValueError):
 
 class PolicyError(RecoupError, ValueError):
     """A policy whose settings make no sense, or that lacks the costs it needs."""
+
+
+class BudgetError(RecoupError, ValueError):
+    """A budget below what the step needs."""
+
+
+class GraphError(RecoupError, ValueError):
+    """A malformed graph of operations, or a schedule or hold set that is not legal on it."""
 
 
 class CheckpointError(RecoupError, RuntimeError):

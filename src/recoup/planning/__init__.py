@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """The planner: the fastest schedule under a byte budget. It knows numbers only, nothing of torch."""
 
 from recoup.planning.actions import Action, Backward, Drop, Fetch, Forward, Keep, Send, Value, Wait
@@ -41,3 +42,6 @@ __all__ = [
     "to_json",
     "trace",
 ]
+=======
+"""Plans from numbers: what to hold, drop and recompute under a byte budget. Knows nothing of torch."""
+>>>>>>> 34786e75294b7b6e8406f3c838ffba8dffd22f05

@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """Solvers, one algorithm a file. ``SOLVERS`` is the list that ``plan`` tries, best first."""
 
 from recoup.planning.solvers.base import Solver
@@ -8,3 +9,6 @@ from recoup.planning.solvers.revolve import RevolveSolver
 __all__ = ["SOLVERS"]
 
 SOLVERS: tuple[Solver, ...] = (ChainSolver(), RevolveSolver(), *BASELINES)
+=======
+"""Solvers, one algorithm a file. Each returns plans that an independent evaluation has checked."""
+>>>>>>> 34786e75294b7b6e8406f3c838ffba8dffd22f05

@@ -1,0 +1,66 @@
+"""``dag`` on the shared instances, against the proven optima."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from graph_cases import budget_of, instance
+
+from recoup.planning.solvers.dag import solve_dag
+
+OPTIMA = {
+    ("vgg16_train", 0.9): 15_805,
+    ("vgg_unet_train", 0.9): 31_355,
+    ("vgg_unet_train", 0.8): 31_620,
+    ("vgg_unet_train", 0.6): 32_385,
+    ("vgg_unet_train", 0.42): 34_495,
+    ("layered_100", 0.9): 48_146,
+    ("layered_100", 0.8): 48_866,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "points"),
+    [
+        ("vgg16_train", 0.9, 0.0),
+        ("vgg_unet_train", 0.9, 0.1),
+        ("vgg_unet_train", 0.8, 0.1),
+        ("vgg_unet_train", 0.6, 0.1),
+        ("vgg_unet_train", 0.42, 1.0),
+    ],
+)
+def test_training_graphs_within_ten_seconds(name, share, points):
+    graph = instance(name)
+    started = time.perf_counter()
+    plan = solve_dag(graph, budget_bytes=budget_of(graph, share), effort="search")
+    assert time.perf_counter() - started < 10
+    assert plan.peak_bytes <= budget_of(graph, share)
+    assert OPTIMA[name, share] <= plan.compute_s <= OPTIMA[name, share] + points / 100 * graph.plain_s
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_the_wide_graph_is_feasible_within_ten_seconds(share):
+    graph = instance("layered_100")
+    started = time.perf_counter()
+    plan = solve_dag(graph, budget_bytes=budget_of(graph, share), effort="search")
+    assert time.perf_counter() - started < 10
+    assert plan.peak_bytes <= budget_of(graph, share)
+
+
+def test_two_optima_are_proven_for_all_schedules():
+    for name, share in (("vgg16_train", 0.9), ("vgg_unet_train", 0.8)):
+        graph = instance(name)
+        plan = solve_dag(graph, budget_bytes=budget_of(graph, share))
+        assert (plan.compute_s, plan.claim) == (OPTIMA[name, share], "optimal among all schedules")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "share"), OPTIMA)
+def test_every_optimum_is_found_and_proven_within_five_minutes(name, share):
+    graph = instance(name)
+    started = time.perf_counter()
+    plan = solve_dag(graph, budget_bytes=budget_of(graph, share), time_limit_s=290.0)
+    assert time.perf_counter() - started < 300
+    assert plan.compute_s == OPTIMA[name, share]
+    assert plan.claim in ("optimal among all schedules", "optimal among staged schedules")
