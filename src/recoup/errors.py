@@ -5,8 +5,6 @@
     RecoupError
     ├── SizeError                    a byte size that cannot be read ("8 apples")
     ├── PolicyError                  a policy with impossible settings
-    ├── BudgetError                  a budget below what the step needs
-    ├── GraphError                   a malformed graph, or a schedule that is not legal on it
     ├── CheckpointError              the checkpoint primitive
     │   ├── NothingToCheckpointError   a call that has no tensor and gives no gradient
     │   ├── InputChangedError          something the function reads changed before its replay
@@ -20,6 +18,7 @@
     └── PlanningError                the planner
         ├── ProblemError               numbers, names or links that make no sense
         ├── ScheduleError              a schedule that is not legal for its problem
+        ├── GraphError                 a malformed graph, or a schedule that is not legal on it
         ├── BudgetError                a budget below the smallest feasible one
         └── EncodingError              text that is not a problem, plan or schedule of ours
 
@@ -33,11 +32,8 @@ __all__ = [
     "BudgetError",
     "ChainError",
     "CheckpointError",
-<<<<<<< HEAD
     "EncodingError",
-=======
     "GraphError",
->>>>>>> 34786e75294b7b6e8406f3c838ffba8dffd22f05
     "InputChangedError",
     "NotHeldError",
     "NothingToCheckpointError",
@@ -65,14 +61,6 @@ class SizeError(RecoupError, ValueError):
 
 class PolicyError(RecoupError, ValueError):
     """A policy whose settings make no sense, or that lacks the costs it needs."""
-
-
-class BudgetError(RecoupError, ValueError):
-    """A budget below what the step needs."""
-
-
-class GraphError(RecoupError, ValueError):
-    """A malformed graph of operations, or a schedule or hold set that is not legal on it."""
 
 
 class CheckpointError(RecoupError, RuntimeError):
@@ -135,16 +123,20 @@ class ScheduleError(PlanningError):
         self.index = index
 
 
+class GraphError(PlanningError):
+    """A malformed graph of operations, or a schedule or hold set that is not legal on it."""
+
+
 class BudgetError(PlanningError):
     """A budget below the smallest one for which a schedule is known.
 
     Attributes:
         budget_bytes: what was asked for.
         smallest_bytes: the smallest feasible budget.
-        unit: the name of the unit that sets it.
+        unit: the name of the unit, or operation, that sets it; empty where none does.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, smallest_bytes: int, unit: str) -> None:
+    def __init__(self, message: str, *, budget_bytes: int, smallest_bytes: int, unit: str = "") -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes

@@ -1,6 +1,6 @@
-<<<<<<< HEAD
 """The planner: the fastest schedule under a byte budget. It knows numbers only, nothing of torch."""
 
+from recoup.planning import graphs
 from recoup.planning.actions import Action, Backward, Drop, Fetch, Forward, Keep, Send, Value, Wait
 from recoup.planning.encoding import FORMAT_VERSION, from_json, to_json
 from recoup.planning.plan import Plan, frontier, minimum_budget, plan
@@ -9,6 +9,8 @@ from recoup.planning.schedule import Schedule, trace
 from recoup.planning.simulate import simulate
 from recoup.planning.simulation import Moment, Simulation
 from recoup.planning.solvers.base import Bound
+from recoup.planning.solvers.dag import DagPlan, dag_frontier, minimum_dag_budget, solve_dag
+from recoup.planning.solvers.graph import HoldFrontier, HoldPlan, hold_frontier, hold_plan, hold_plans
 from recoup.planning.solvers.online import OnlineRevolve
 from recoup.planning.solvers.revolve import revolve
 
@@ -17,9 +19,12 @@ __all__ = [
     "Action",
     "Backward",
     "Bound",
+    "DagPlan",
     "Drop",
     "Fetch",
     "Forward",
+    "HoldFrontier",
+    "HoldPlan",
     "Keep",
     "Link",
     "Moment",
@@ -33,15 +38,19 @@ __all__ = [
     "Unit",
     "Value",
     "Wait",
+    "dag_frontier",
     "from_json",
     "frontier",
+    "graphs",
+    "hold_frontier",
+    "hold_plan",
+    "hold_plans",
     "minimum_budget",
+    "minimum_dag_budget",
     "plan",
     "revolve",
     "simulate",
+    "solve_dag",
     "to_json",
     "trace",
 ]
-=======
-"""Plans from numbers: what to hold, drop and recompute under a byte budget. Knows nothing of torch."""
->>>>>>> 34786e75294b7b6e8406f3c838ffba8dffd22f05

@@ -244,7 +244,8 @@ class _Session:
                 f"{solver.name} passed the budget: {predicted.peak_bytes} > {budget_bytes} bytes"
             )
         bound = relaxed_bound(self.problem, budget_bytes)
-        if candidate.bound is not None:
+        is_proven = bound.seconds >= predicted.seconds * (1 - _SAME_SECONDS)
+        if candidate.bound is not None and not is_proven:
             # What holds for all schedules holds for every class of them.
             seconds = max(bound.seconds, candidate.bound.seconds)
             bound = Bound(seconds, schedules=candidate.bound.schedules)

@@ -330,5 +330,8 @@ def _budget_error(graph: OrderedGraph, budget: int, *, seed: int) -> BudgetError
     cause = simulate_actions(graph, actions_of(graph, order)).peak_op
     return BudgetError(
         f"No schedule found within {format_bytes(budget)} ({budget} bytes). Smallest budget with a schedule: "
-        f"{least} bytes, set by operation {cause}; no budget below {graph.floor_bytes} bytes can work."
+        f"{least} bytes, set by operation {cause}; no budget below {graph.floor_bytes} bytes can work.",
+        budget_bytes=budget,
+        smallest_bytes=least,
+        unit=str(cause),
     )

@@ -183,7 +183,9 @@ def hold_plan(
         least = frontier.points[-1].held_bytes
         raise BudgetError(
             f"The backward needs at least {least} bytes held, however much is recomputed; the limit is "
-            f"{limit} bytes. Raise it to {least} bytes, or make values resident or replayable."
+            f"{limit} bytes. Raise it to {least} bytes, or make values resident or replayable.",
+            budget_bytes=limit,
+            smallest_bytes=least,
         )
     plan = _plan_of(
         graph, frontier.recomputed(index), limit=limit, bound_s=frontier.bound_s(limit), solver="corner"
