@@ -27,11 +27,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from recoup.planning.actions import Action, Backward, Forward, Keep
+from recoup.planning.actions import Action, Backward, Forward, Keep, Value
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 
-__all__ = ["Choice", "Floats", "Ints", "Levels", "Run", "backward_actions", "forward_action"]
+__all__ = [
+    "Choice",
+    "Floats",
+    "Ints",
+    "Levels",
+    "Move",
+    "Run",
+    "all_choices",
+    "backward_actions",
+    "forward_action",
+]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -51,11 +61,21 @@ class Run(Enum):
     """The forward leaves its input only, and runs again with the option right before the backward."""
 
 
+class Move(NamedTuple):
+    """A value that leaves over a link when the unit's forward has run, and is back for its backward."""
+
+    unit: int
+    value: Value
+    link: str
+    num_bytes: int
+
+
 class Choice(NamedTuple):
     """How one unit runs, and what follows from it.
 
     ``forward_need_bytes`` and ``backward_need_bytes`` are the most of its moments in each pass, beside what
-    earlier units hold; ``need_bytes`` is the larger.
+    earlier units hold; ``need_bytes`` is the larger. What ``moves`` away is not in ``held_bytes``, which is
+    below 0 where an output leaves that the needs of later units count. ``select`` itself moves nothing.
     """
 
     option: int
@@ -64,6 +84,7 @@ class Choice(NamedTuple):
     forward_need_bytes: int
     backward_need_bytes: int
     seconds: float
+    moves: tuple[Move, ...] = ()
 
     @property
     def need_bytes(self) -> int:
@@ -75,6 +96,10 @@ class Levels:
     """The choices of every unit in flat arrays; those of unit *i* are ``first[i]`` up to ``first[i + 1]``.
 
     A choice that another one of the same unit matches or beats in held bytes, need and seconds is left out.
+
+    Args:
+        problem: any.
+        choices: of every unit, if not ``all_choices``.
 
     Attributes:
         choices: of each unit.
@@ -90,9 +115,8 @@ class Levels:
     [(0, 100, 1110), (1, 0, 1120)]
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.choices = _choices(problem)
+    def __init__(self, problem: Problem, choices: Sequence[Sequence[Choice]] | None = None) -> None:
+        self.choices = [_undominated(own) for own in (choices or all_choices(problem))]
         flat = [choice for choices in self.choices for choice in choices]
         self.num_units = len(self.choices)
         self.first = np.cumsum([0, *map(len, self.choices)])
@@ -188,7 +212,7 @@ def backward_actions(unit: int, choice: Choice) -> list[Action]:
     return [*again, Backward(unit, option=choice.option)]
 
 
-def _choices(problem: Problem) -> list[list[Choice]]:
+def all_choices(problem: Problem) -> list[list[Choice]]:
     """The choices of every unit, with the constants of NOTE [ One constraint per unit ]."""
     units = problem.units
     # Outputs and parameter gradients that are there; gradients of outputs come and go with the backwards.
@@ -221,7 +245,7 @@ def _choices(problem: Problem) -> list[list[Choice]]:
             both_need = max(again_need, back_need)
             replayed.append(Choice(position, Run.REPLAYED, 0, plain_need, both_need, again_s))
         # Of equal choices the first stays: an option of its own goes before a replay of another.
-        found.append(_undominated(choices + replayed))
+        found.append(choices + replayed)
     return found
 
 
@@ -242,7 +266,7 @@ def _waiting_gradients(problem: Problem) -> list[tuple[int, int]]:
     return found
 
 
-def _undominated(choices: list[Choice]) -> list[Choice]:
+def _undominated(choices: Sequence[Choice]) -> list[Choice]:
     def beats(one: Choice, other: Choice) -> bool:
         return (
             one.held_bytes <= other.held_bytes

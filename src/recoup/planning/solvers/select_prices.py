@@ -81,7 +81,7 @@ class Prices:
 
 def quiet_highs() -> highspy.Highs:
     """A HiGHS that prints nothing and gives the same answer every time."""
-    highs = highspy.Highs()
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
         highs.setOptionValue(name, value)
     return highs
@@ -186,7 +186,7 @@ class _Relaxation:
         begin = 0
         for rank, group in enumerate(leader_of_row.tolist()):
             prefix, end = self.num_counting + rank, int(first[group])
-            since = np.arange(begin, end)[held[begin:end] > 0]
+            since = np.arange(begin, end)[held[begin:end] != 0]
             before = [prefix - 1] if rank else []
             indices.append(np.concatenate([since, before, [prefix]]))
             values.append(np.concatenate([-held[since], [-1.0] * len(before), [1.0]]))
@@ -199,7 +199,7 @@ class _Relaxation:
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = num_columns, num_groups + 2 * num_rows
         model.col_cost_ = np.append(levels.ticks[flat] / self.tick_scale, np.zeros(num_rows))
-        model.col_lower_ = np.zeros(num_columns)
+        model.col_lower_ = np.append(np.zeros(self.num_counting), np.full(num_rows, -infinity))
         model.col_upper_ = np.full(num_columns, infinity)
         model.row_lower_ = np.concatenate([counts, [0.0, -infinity] * num_rows])
         model.row_upper_ = np.concatenate([counts, [infinity, infinity] * num_rows])

@@ -176,7 +176,7 @@ class SelectProgram:
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = self.num_columns, len(bounds)
         model.col_cost_ = np.array(self.costs)
-        model.col_lower_ = np.zeros(self.num_columns)
+        model.col_lower_ = np.where(self.is_integer, 0.0, -highspy.kHighsInf)
         model.col_upper_ = np.array(self.uppers)
         model.row_lower_, model.row_upper_ = bounds[:, 0], bounds[:, 1]
         model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
