@@ -31,6 +31,7 @@ __all__ = ["ProgramAnswer", "SelectProgram"]
 _BUDGET_UNITS = 1e4
 _SECONDS_UNITS = 1e5
 _MAX_REPAIRS = 8
+_BLIND_UNITS = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,8 @@ class SelectProgram:
             excess = self.levels.peak_bytes(selection) - budget_bytes
             if excess <= 0:
                 return ProgramAnswer(selection, bound_ticks)
-            tight_bytes -= excess
+            # HiGHS does not see a few bytes of a large budget: go below what it sees, further every time.
+            tight_bytes -= max(excess, int(self.byte_scale * _BLIND_UNITS) + 1) * 4**attempt
         return ProgramAnswer(None, bound_ticks)
 
     def _model(self, budget_bytes: int) -> highspy.HighsLp:

@@ -48,7 +48,7 @@ SPILL_SCHEDULES = "schedules with one option per unit, each value moved away at 
 _SAME_SECONDS = 1e-12
 _MAX_PRICES = 16
 # Not 0: of selections that compute for equally long, the one that moves fewest bytes.
-_LEAST_PRICE = 1e-6
+_LEAST_PRICE = 1e-10
 _MAX_BUDGETS = 32
 # Measured: units that are placed and simulated in a second, over all schedules of the pool.
 _UNITS_A_SECOND = 40_000
