@@ -50,12 +50,14 @@ class _Step(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """Labels before a unit: bytes ascending, ticks descending, and how each came about."""
+    """Labels before a unit: bytes ascending, ticks descending, and how each came about.
+
+    ``origin`` is (parent label) * (number of steps) + (step): one column less to sort.
+    """
 
     free_bytes: Ints
     ticks: Ints
-    step: Ints
-    parent: Ints
+    origin: Ints
 
 
 def search_labels(levels: Levels, prices: Prices, *, target_ticks: float, max_labels: int) -> Found:
@@ -69,7 +71,7 @@ def search_labels(levels: Levels, prices: Prices, *, target_ticks: float, max_la
     """
     walk = _Walk(levels, prices, target_ticks=target_ticks, max_labels=max_labels)
     none = np.zeros(1, dtype=np.int64)
-    stages = [_Stage(none, none, none, none)]
+    stages = [_Stage(none, none, none)]
     for unit, steps in walk.steps:
         stages.append(walk.extend(stages[-1], unit, steps))
         if not len(stages[-1].ticks):
@@ -80,8 +82,8 @@ def search_labels(levels: Levels, prices: Prices, *, target_ticks: float, max_la
     ticks = int(stages[-1].ticks[label])
     selection: list[int] = []
     for stage, (_, steps) in zip(reversed(stages[1:]), reversed(walk.steps), strict=True):
-        selection += steps[int(stage.step[label])].positions
-        label = int(stage.parent[label])
+        label, step = divmod(int(stage.origin[label]), len(steps))
+        selection += steps[step].positions
     return Found(tuple(selection), ticks, walk.is_complete)
 
 
@@ -104,7 +106,8 @@ class _Walk:
     def extend(self, stage: _Stage, unit: int, steps: list[_Step]) -> _Stage:
         """The labels before a unit from those after it."""
         ceiling = self.ceilings[unit]
-        parts: list[tuple[Ints, Ints, Ints, Ints]] = []
+        parts: list[tuple[Ints, Ints, Ints]] = []
+        num_steps = len(steps)
         for index, step in enumerate(steps):
             # Labels that leave room below the need all become equal in bytes: only the fastest counts.
             low = int(stage.free_bytes.searchsorted(step.need_bytes - step.held_bytes, side="right")) - 1
@@ -113,13 +116,14 @@ class _Walk:
             if high > low:
                 free_bytes = np.maximum(stage.free_bytes[low:high] + step.held_bytes, step.need_bytes)
                 ticks = stage.ticks[low:high] + step.ticks
-                parts.append((free_bytes, ticks, np.full(high - low, index), np.arange(low, high)))
+                origin = np.arange(low * num_steps + index, high * num_steps + index, num_steps)
+                parts.append((free_bytes, ticks, origin))
         if len(parts) == 1:
             # One step keeps the order, and what it can newly rule out the next merge will.
             return _Stage(*parts[0])
         if not parts:
             none = np.zeros(0, dtype=np.int64)
-            return _Stage(none, none, none, none)
+            return _Stage(none, none, none)
         merged = [np.concatenate(column) for column in zip(*parts, strict=True)]
         order = merged[0].argsort(kind="stable")
         return self._prune(_Stage(*(column[order] for column in merged)), unit)

@@ -78,9 +78,11 @@ class Selector:
             for budget_bytes in tight:
                 self._branch(budget_bytes, start=None, known_ticks=0.0)
         elif tight:
-            pricer = Pricer(self.levels)
+            pricer, slack_share = Pricer(self.levels), _FIRST_SLACK
             for budget_bytes in tight:
-                self._search(pricer, budget_bytes)
+                gap = self._search(pricer, budget_bytes, slack_share=slack_share)
+                # The gap that the relaxation leaves changes little from budget to budget.
+                slack_share = max(2 * gap, _FIRST_SLACK)
         return [self._selections[budget] for budget in budgets]
 
     # Solving
@@ -99,24 +101,25 @@ class Selector:
         enough = self.levels.num_units >= _COUNTED_UNITS
         return enough and len(self._runs) <= _COUNTED_SHARE * self.levels.num_units
 
-    def _search(self, pricer: Pricer, budget_bytes: int) -> None:
-        """Labels, with a target that rises until there is a selection."""
+    def _search(self, pricer: Pricer, budget_bytes: int, *, slack_share: float) -> float:
+        """Labels, with a target that rises until there is a selection; returns what the relaxation lacked."""
         prices = pricer.price(budget_bytes)
         bound_ticks = prices.bound_ticks
-        slack = max(bound_ticks * _FIRST_SLACK, 1.0)
+        slack = max(bound_ticks * slack_share, 1.0)
         for _ in range(_MAX_ROUNDS):
             target = prices.bound_ticks + slack
             found = search_labels(self.levels, prices, target_ticks=target, max_labels=self.max_labels)
             if found.selection is not None and (found.ticks <= target or not found.is_complete):
                 proven = None if found.is_complete else bound_ticks
                 self._settle(budget_bytes, found.selection, bound_ticks=proven)
-                return
+                return found.ticks / max(prices.bound_ticks, 1.0) - 1
             if found.is_complete:
                 bound_ticks = target
             # A selection above the target is still one that the next target need not exceed.
             enough = found.ticks - prices.bound_ticks if found.selection is not None else float("inf")
             slack = min(slack * _SLACK_GROWTH, enough)
         self._branch(budget_bytes, start=None, known_ticks=bound_ticks)
+        return _FIRST_SLACK
 
     def _settle(self, budget_bytes: int, positions: Sequence[int], *, bound_ticks: float | None) -> None:
         """Takes a selection from the labels, or improves it where the proof is too weak."""

@@ -51,7 +51,7 @@ _MAX_PRICES = 16
 _LEAST_PRICE = 1e-10
 _MAX_BUDGETS = 32
 # Measured: units that are placed and simulated in a second, over all schedules of the pool.
-_UNITS_A_SECOND = 40_000
+_UNITS_A_SECOND = 15_000
 _MIN_PLACINGS = 4
 _MAX_PLACINGS = 64
 
@@ -237,7 +237,7 @@ class PreparedSpill(Prepared):
 
     def _improve(self, members: list[_Member]) -> list[_Member]:
         """One unit at a time with another choice, as long as schedules get faster; small problems only."""
-        num_runs = self._num_runs
+        num_runs = self._num_runs // 2
         num_changes = sum(len(choices) - 1 for choices in self.choices.choices)
         while num_runs >= len(members) * num_changes:
             num_runs -= len(members) * num_changes
