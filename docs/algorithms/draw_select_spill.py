@@ -72,9 +72,6 @@ def compute_spans(problem: Problem, schedule: Schedule) -> list[Span]:
 
 def move_spans(problem: Problem, schedule: Schedule) -> list[Span]:
     """Unit, direction, start and end of every move, by the queues' own rule."""
-    starts_s = {}
-    for moment in simulate(problem, schedule).timeline:
-        starts_s.setdefault(moment.action, moment.time_s)
     free_s = {"send": 0.0, "fetch": 0.0}
     ends_s: dict[int, float] = {}
     found, clock_s = [], 0.0
@@ -155,8 +152,8 @@ def main() -> None:
     draw(
         "spill",
         blocks,
-        solve_spill(blocks, budget_bytes=300).schedule,
-        budget=300,
+        solve_spill(blocks, budget_bytes=250).schedule,
+        budget=250,
         title="Six blocks, a link",
     )
 
