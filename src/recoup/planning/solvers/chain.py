@@ -82,24 +82,32 @@ class PreparedChain(Prepared):
     """A chain's exact floors and, once needed, its tables.
 
     NOTE [ More bytes, never more seconds ]
-        Let T be the top of the finer levels near the edge. The answer for b bytes is the best of three
-        sources, each of which alone is monotone in b: the scan of the whole range (for b ≥ T only), the scan
-        of the finer levels at min(b, T), and the finer table rounded up at min(b, T). The last two may be
-        left out only where the bound at min(b, T) proves that they cannot be better.
+        Let T and U < T be the tops of the finer and the finest levels near the edge. The answer for b bytes
+        is the best of three sources, each of which alone is monotone in b: the scan of the whole range (for
+        b ≥ T only), the scan of the finer levels at min(b, T), and the finest table rounded up at min(b, U).
+        The last two may be left out only where the bound at that many bytes proves that they cannot be
+        better.
+
+    Args:
+        problem: a chain.
+        num_levels: of memory, for each table.
+        proves: whether to fill tables for the bound; without, the bound is the relaxation's.
     """
 
-    def __init__(self, problem: Problem, *, num_levels: int) -> None:
+    def __init__(self, problem: Problem, *, num_levels: int, proves: bool = True) -> None:
         self.problem = problem
         self.fixed_bytes = problem.resident_bytes + problem.input_bytes
         self.costs = ChainCosts(problem)
         self.floors = ChainFloors(self.costs)
         self.num_levels = num_levels
+        self.proves = proves
         least, full = self.floors.least_bytes, self.floors.full_bytes
         divisor = self.costs.common_divisor()
         #: Whether all sizes are whole levels, so that no rounding takes place.
         self.is_exact = full <= 4 * num_levels * divisor
         self.whole = Grid(full, num_levels=full // divisor if self.is_exact else num_levels)
         self.near = Grid(least + (full - least) // 8, num_levels=num_levels)
+        self.edge = Grid(least + (full - least) // 64, num_levels=num_levels)
         self._tables: dict[tuple[Grid, Rounding], ChainTable] = {}
         self._bounds: dict[Grid, tuple[int, Floats]] = {}
         self._scans = {grid: Scan(self, grid) for grid in (self.whole, self.near)}
@@ -126,20 +134,22 @@ class PreparedChain(Prepared):
 
     def _best_rounded(self, num_bytes: int) -> Candidate:
         """See NOTE [ More bytes, never more seconds ]."""
-        top = self.near.top_bytes
-        clamped = min(num_bytes, top)
-        seconds, schedule = (
-            (float("inf"), None) if num_bytes < top else self._scans[self.whole].best(num_bytes)
-        )
-        if schedule is None or seconds > self._bound_seconds(clamped) * (1 + _TIE):
+        seconds, schedule = float("inf"), None
+        grid = self.near if num_bytes < self.near.top_bytes else self.whole
+        if grid is self.whole:
+            seconds, schedule = self._scans[self.whole].best(num_bytes)
+        clamped = min(num_bytes, self.near.top_bytes)
+        if schedule is None or seconds > self._bound_seconds(clamped, grid) * (1 + _TIE):
             found_s, found = self._scans[self.near].best(clamped)
             if found_s < seconds:
                 seconds, schedule = found_s, found
-            table = self.table(self.near, Rounding.UP)
-            found_s = table.whole_value(clamped)
-            if schedule is None or found_s < seconds:
-                seconds, schedule = found_s, read_schedule(table, clamped)
-        bound = min(self._bound_seconds(num_bytes), seconds)
+        clamped = min(num_bytes, self.edge.top_bytes)
+        if schedule is None or seconds > self._bound_seconds(clamped, grid) * (1 + _TIE):
+            table = self.table(self.edge, Rounding.UP)
+            if table.whole_value(clamped) < seconds:
+                seconds, schedule = table.whole_value(clamped), read_schedule(table, clamped)
+        assert schedule is not None
+        bound = min(self._bound_seconds(num_bytes, grid), seconds)
         return Candidate(schedule, Bound(bound, schedules=PERSISTENT_SCHEDULES))
 
     def suggested_budgets(self) -> list[int]:
@@ -167,14 +177,15 @@ class PreparedChain(Prepared):
         table = self.table(grid, Rounding.NEAREST)
         return read_schedule(table, level * table.level_bytes)
 
-    def _bound_seconds(self, num_bytes: int) -> float:
-        """What the table rounded down proves, or the relaxation where that is more."""
-        grid = self.near if num_bytes <= self.near.top_bytes else self.whole
+    def _bound_seconds(self, num_bytes: int, grid: Grid) -> float:
+        """What a grid's table rounded down proves, or the relaxation where that is more."""
+        relaxed_s = relaxed_bound(self.problem, num_bytes + self.fixed_bytes).seconds
+        if not self.proves:
+            return relaxed_s
         if grid not in self._bounds:
             table = self.table(grid, Rounding.DOWN)
             # Only the whole chain's row is of use, and the others are large.
             self._bounds[grid] = table.level_bytes, table.whole_row.copy()
             del self._tables[grid, Rounding.DOWN]
         level_bytes, row = self._bounds[grid]
-        relaxed_s = relaxed_bound(self.problem, num_bytes + self.fixed_bytes).seconds
         return max(relaxed_s, float(row[min(num_bytes // level_bytes, row.size - 1)]))

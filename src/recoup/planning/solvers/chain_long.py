@@ -36,7 +36,7 @@ class PreparedLongChain(Prepared):
         self.fixed_bytes = problem.resident_bytes + problem.input_bytes
         self.grouping = group_chain(problem, num_groups=_NUM_GROUPS)
         num_levels = choose_levels(self.grouping.problem.num_units, time_limit_s=time_limit_s)
-        self.groups = PreparedChain(self.grouping.problem, num_levels=num_levels)
+        self.groups = PreparedChain(self.grouping.problem, num_levels=num_levels, proves=False)
         self.costs = ChainCosts(problem)
         self.run = find_run(problem)
         least, full = self.groups.floors.least_bytes, self.groups.floors.full_bytes

@@ -43,7 +43,7 @@ class EqualRun:
 
     first: int
     num_units: int
-    order: tuple[int, ...] = ()
+    order: tuple[int, ...] = field(default=(), kw_only=True)
     forward_step_bytes: int = field(default=0, kw_only=True)
     backward_step_bytes: int = field(default=0, kw_only=True)
 
@@ -78,7 +78,7 @@ def find_runs(levels: Levels) -> list[EqualRun]:
             EqualRun(
                 first,
                 end - first,
-                order,
+                order=order,
                 forward_step_bytes=forward_bytes,
                 backward_step_bytes=backward_bytes,
             )
