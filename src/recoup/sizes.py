@@ -40,9 +40,7 @@ def parse_bytes(size: int | str) -> int:
     match = _PATTERN.fullmatch(size)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise SizeError(
-            f"Cannot read {size!r} as a size. Write a number and a unit: '512B', '64MiB', '8GiB', '8GB'."
-        )
+        raise SizeError(f"Cannot read {size!r} as a size. Write a number and a unit: '512B', '64MiB', '8GiB', '8GB'.")
     whole, _, fraction = match[1].partition(".")
     return (int(whole + fraction) * factor) // 10 ** len(fraction)
 

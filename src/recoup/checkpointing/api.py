@@ -186,9 +186,7 @@ def _traced(
 
 
 def _not_callable(fn: Any) -> TypeError:
-    return TypeError(
-        f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got {fn!r} as function."
-    )
+    return TypeError(f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got {fn!r} as function.")
 
 
 def _needs_grad(output: Any) -> bool:

@@ -178,9 +178,7 @@ def _take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, (list, tuple)):
-        return _Container(
-            value, tuple(range(len(value))), [_take_apart(item, tensors, others) for item in value]
-        )
+        return _Container(value, tuple(range(len(value))), [_take_apart(item, tensors, others) for item in value])
     if isinstance(value, (dict, UserDict)):
         children = [_take_apart(item, tensors, others) for item in value.values()]
         return _Container(value, tuple(value), children)

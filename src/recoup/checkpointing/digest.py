@@ -29,14 +29,7 @@ def digest(tensor: Tensor) -> Tensor | None:
         bits = flat.view(_BITS[flat.element_size()])
         num_rows, rest = divmod(bits.numel(), _COLUMNS)
         table, tail = bits[: num_rows * _COLUMNS].view(num_rows, _COLUMNS), bits[num_rows * _COLUMNS :]
-        return torch.stack(
-            (
-                _weighted(table.sum(0)),
-                _weighted(table.sum(1)),
-                _weighted(tail),
-                tail.new_full((), rest, dtype=torch.int64),
-            )
-        )
+        return torch.stack((_weighted(table.sum(0)), _weighted(table.sum(1)), _weighted(tail), tail.new_full((), rest, dtype=torch.int64)))
 
 
 def _weighted(sums: Tensor) -> Tensor:

@@ -73,9 +73,7 @@ def _read_settings() -> tuple[bool, bool, bool, bool, bool, int]:
     )
 
 
-def _set_determinism(
-    deterministic: bool, warn_only: bool, cudnn_deterministic: bool, cudnn_benchmark: bool
-) -> None:
+def _set_determinism(deterministic: bool, warn_only: bool, cudnn_deterministic: bool, cudnn_benchmark: bool) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch._C._set_cudnn_deterministic(cudnn_deterministic)
     torch._C._set_cudnn_benchmark(cudnn_benchmark)

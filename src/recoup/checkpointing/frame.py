@@ -48,9 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Frame"]
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
-_queue_callback: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
-)
+_queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 _NO_TASK = -1
 
 
@@ -181,9 +179,7 @@ class Frame:
                 stack.enter_context(self._replay_context)
             return self._run_again(args, kwargs)
 
-    def _run_again(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[dict[int, Tensor], dict[int, int]]:
+    def _run_again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[int, Tensor], dict[int, int]]:
         return replay(
             self.fn,
             args,

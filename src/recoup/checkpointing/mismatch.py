@@ -15,14 +15,7 @@ from torch.nn import Module
 
 from recoup.errors import InputChangedError, ReplayMismatchError
 
-__all__ = [
-    "Record",
-    "changed_argument",
-    "changed_saved",
-    "changed_state",
-    "describe_function",
-    "parameter_names",
-]
+__all__ = ["Record", "changed_argument", "changed_saved", "changed_state", "describe_function", "parameter_names"]
 __all__ += ["saved_otherwise", "saved_too_few", "saved_too_many", "values_drifted"]
 
 Record: TypeAlias = tuple[int, torch.Size, torch.dtype, torch.device]

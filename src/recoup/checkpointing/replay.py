@@ -123,9 +123,7 @@ def replay(
         torch._C._set_grad_enabled(grad_mode)
         _depth.value -= 1
     if last not in values:
-        missing = next(
-            position for position in range(num_records) if wanted[position] and position not in values
-        )
+        missing = next(position for position in range(num_records) if wanted[position] and position not in values)
         raise mismatch.saved_too_few(fn, records[missing], num_records, num_saved)
     if check and complete and num_saved > num_records:
         raise mismatch.saved_too_many(fn, num_records, num_saved)
@@ -140,3 +138,4 @@ def _compare_content(
     now = digest(tensor)
     if then is not None and now is not None and not torch.equal(then, now):
         raise mismatch.values_drifted(fn, record, num_saved)
+

@@ -150,12 +150,8 @@ class FunctionState:
                 if parameter is not None and not isinstance(parameter, UninitializedTensorMixin):
                     self._tensors.append(parameter)
             if buffers:
-                found = [
-                    value for value in buffers.values() if value is not None and not value.is_inference()
-                ]
-                self._buffers.append(
-                    [item for item in found if not isinstance(item, UninitializedTensorMixin)]
-                )
+                found = [value for value in buffers.values() if value is not None and not value.is_inference()]
+                self._buffers.append([item for item in found if not isinstance(item, UninitializedTensorMixin)])
             for child in children.values():
                 if child is not None:
                     stack.append(child)
@@ -215,10 +211,7 @@ class FunctionState:
                 return f"the captured tensor {name!r}"
             if isinstance(root, Module):
                 prefix = f"{name}." if name else ""
-                for kind, members in (
-                    ("parameter", root.named_parameters()),
-                    ("buffer", root.named_buffers()),
-                ):
+                for kind, members in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
                     for path, member in members:
                         if member is tensor:
                             return f"{kind} {prefix + path!r} of {type(root).__name__}"
@@ -252,3 +245,4 @@ _MISSING = object()
 def _is_sharded(value: Any) -> bool:
     # By name: importing torch.distributed.tensor costs a second that most users never need.
     return type(value).__name__ == "DTensor"
+
