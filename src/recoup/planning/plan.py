@@ -12,7 +12,7 @@ from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.simulation import Simulation
 from recoup.planning.solvers import SOLVERS
-from recoup.planning.solvers.base import Bound, Prepared, Solver
+from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.sizes import format_bytes, parse_bytes
 
@@ -221,7 +221,7 @@ class _Session:
         best: Plan | None = None
         solved: set[str] = set()
         for solver in self.solvers:
-            if solver.schedules in solved:
+            if solver.schedules in solved or ALL_SCHEDULES in solved:
                 continue
             found = self._try(solver, budget_bytes)
             if found is None:

@@ -10,7 +10,8 @@ from planning.brute_force import brute_force
 from planning.problems import budgets_between, random_problem, small_problems
 
 from recoup.planning import Option, Problem, Unit, simulate, trace
-from recoup.planning.solvers.chain import ChainSolver, PreparedChain, solve_chain
+from recoup.planning.solvers.chain import ChainSolver, solve_chain
+from recoup.planning.solvers.chain_prepared import PreparedChain
 
 
 def useful_bytes(prepared: PreparedChain) -> int:

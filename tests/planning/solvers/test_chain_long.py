@@ -5,11 +5,11 @@ import pytest
 from planning.problems import equal_problem, random_problem
 
 from recoup.planning import simulate
-from recoup.planning.solvers.chain import PreparedChain
 from recoup.planning.solvers.chain_costs import ChainCosts
 from recoup.planning.solvers.chain_floors import ChainFloors
 from recoup.planning.solvers.chain_groups import group_chain
 from recoup.planning.solvers.chain_long import PreparedLongChain
+from recoup.planning.solvers.chain_prepared import PreparedChain
 from recoup.planning.solvers.chain_runs import Run, RunTable, find_run, read_run_schedule
 from recoup.planning.solvers.chain_table import ChainTable, Rounding
 

@@ -10,6 +10,7 @@ from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain_costs import ChainCosts
 from recoup.planning.solvers.chain_grid import Grid, Scan
 from recoup.planning.solvers.chain_groups import group_chain
+from recoup.planning.solvers.chain_prepared import PreparedChain
 from recoup.planning.solvers.chain_runs import RunTable, find_run, read_run_schedule
 from recoup.planning.solvers.chain_sizing import choose_levels, choose_run_levels
 from recoup.planning.solvers.chain_table import Rounding
@@ -25,13 +26,10 @@ class PreparedLongChain(Prepared):
 
     Where bytes are plenty, hardly anything is replayed more than once and groups lose next to nothing: the
     relaxation shows it. Near the edge nested replay decides, and there the run's table has every cut.
-    NOTE [ More bytes, never more seconds ] in ``chain`` holds here too.
+    NOTE [ More bytes, never more seconds ] in ``chain_prepared`` holds here too.
     """
 
     def __init__(self, problem: Problem, *, time_limit_s: float) -> None:
-        # Imported here: the groups are themselves a chain.
-        from recoup.planning.solvers.chain import PreparedChain
-
         self.problem = problem
         self.fixed_bytes = problem.resident_bytes + problem.input_bytes
         self.grouping = group_chain(problem, num_groups=_NUM_GROUPS)
