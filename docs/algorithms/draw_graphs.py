@@ -27,7 +27,7 @@ def chain() -> OrderedGraph:
 
 def svg(body: list[str]) -> str:
     """Wraps shapes into a page."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 70}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 85}"'
     page = '<rect width="100%" height="100%" fill="white"/>'
     return "\n".join([f'{head} font-family="sans-serif" font-size="12">', page, *body, "</svg>\n"])
 

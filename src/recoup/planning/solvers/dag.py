@@ -233,11 +233,13 @@ class _Search:
         )
 
     def _restart(self) -> None:
-        num_restarts = min(300, max(4, 30_000 // len(self._graph)))
+        num_restarts = min(120, max(4, 12_000 // len(self._graph)))
         for index, weights in enumerate(_weights(self._seed)):
             if index == num_restarts or self._left_s() <= 0 or self._is_proven():
                 return
-            self._try(index, weights)
+            # On graphs this long one shaving takes seconds: only a first plan may need it.
+            if len(self._graph) <= 4 * _MAX_SHAVED or not _is_shaving(self._graph, index):
+                self._try(index, weights)
 
     def _anneal(self) -> None:
         size = len(self._graph)
