@@ -76,6 +76,7 @@ def test_public_names() -> None:
         "is_replaying",
         "manual",
         "measuring",
+        "planning",
         "policies",
         "sizes",
         "stores",
