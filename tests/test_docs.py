@@ -1,4 +1,4 @@
-"""Every Python block in README and docs runs, top to bottom, one page in one namespace, and prints what the page says."""
+"""Every Python block in README and docs runs, one page in one namespace, and prints what the page says."""
 
 from __future__ import annotations
 
