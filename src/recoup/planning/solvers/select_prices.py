@@ -82,7 +82,8 @@ class Prices:
 def quiet_highs() -> highspy.Highs:
     """A HiGHS that prints nothing and gives the same answer every time."""
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+    # "threads" stays unset: HiGHS keeps one pool a process and refuses a second setting.
+    for name, value in (("output_flag", False), ("random_seed", 0)):
         highs.setOptionValue(name, value)
     return highs
 
