@@ -1,8 +1,8 @@
 """An independent search over all legal schedules of a small chain, with its own bookkeeping.
 
 It explores states (what is on the device, which backwards have run) in order of seconds, and never passes
-the budget. ``persistent`` restricts it to persistent schedules; otherwise any value may be dropped at any
-time.
+the budget. ``persistent`` restricts it to persistent schedules (defined in ``recoup.planning.solvers.chain``);
+otherwise any value may be dropped, and any forward run again, at any time.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Search:
         for index in range(state.next_backward + 1):
             if index and not state.outputs >> (index - 1) & 1:
                 continue
+            if state.kept >> index:
+                continue  # persistent: nothing that leads to a kept value is run again while it is kept
             unit = self.units[index]
             choices: list[Forward] = [Forward(index)]
             if index:

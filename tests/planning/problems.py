@@ -10,9 +10,12 @@ from recoup.planning import Option, Problem, Unit
 
 
 def random_problem(
-    seed: int, *, num_units: int, num_options: int = 2, scale: int = 1, jitter: int = 0
+    seed: int, *, num_units: int, num_options: int = 2, scale: int = 1, jitter: int = 0, odd: bool = False
 ) -> Problem:
-    """Unequal in everything: seconds, held bytes, transients, outputs, gradients, parameters."""
+    """Unequal in everything: seconds, held bytes, transients, outputs, gradients, parameters.
+
+    ``odd`` lets options differ in their forwards too, so that keeping everything need not be fastest.
+    """
     rng = random.Random(seed)
 
     def size(low: int, high: int) -> int:
@@ -33,6 +36,7 @@ def random_problem(
             )
         ]
         for k in range(num_options - 1):
+            forward_s = rng.randint(1, 9) if odd else forward_s
             options.append(
                 Option(
                     f"less{k}",
@@ -97,6 +101,7 @@ def small_problems(draw: st.DrawFn, *, max_units: int, max_options: int = 3) -> 
         draw(st.integers(0, 10**6)),
         num_units=draw(st.integers(1, max_units)),
         num_options=draw(st.integers(1, max_options)),
+        odd=draw(st.booleans()),
     )
 
 

@@ -151,6 +151,14 @@ def test_the_smallest_budget_is_feasible_to_the_byte() -> None:
         assert simulate(problem, candidate.schedule).peak_bytes <= prepared.smallest_bytes
 
 
+def test_bytes_may_all_be_zero() -> None:
+    option = Option("free", forward_s=1.0, backward_s=1.0)
+    units = [Unit(f"u{i}", [option], output_bytes=0) for i in range(3)]
+    candidate = solve_chain(Problem(units), budget_bytes=0)
+    assert candidate is not None
+    assert simulate(Problem(units), candidate.schedule).seconds == 6.0
+
+
 def test_same_input_same_plan() -> None:
     problem = random_problem(5, num_units=20, num_options=3, scale=1009, jitter=500)
     budget_bytes = PreparedChain(problem, num_levels=100).smallest_bytes * 2

@@ -36,8 +36,16 @@ class ChainFloors:
 
     @property
     def full_bytes(self) -> int:
-        """The bytes (beyond resident ones and the input) with which the whole chain runs fastest."""
-        return int(self.full[0][-1])
+        """The bytes (beyond resident ones and the input) with which the whole chain runs fastest.
+
+        Where keeping everything is not the fastest way, all that could ever be there at once.
+        """
+        if self.costs.fastest_is_least:
+            return int(self.full[0][-1])
+        options = [option for options in self.costs.options for option in options]
+        kept_bytes = sum(max(option.kept_bytes for option in options) for options in self.costs.options)
+        swept_bytes = int(self.costs.sweep_bytes.max() + self.costs.before_bytes.max())
+        return kept_bytes + swept_bytes + max(o.forward_bytes + o.backward_bytes for o in options)
 
     def _fill(self, first: int) -> None:
         costs, n = self.costs, self.costs.num_units

@@ -41,7 +41,7 @@ class PreparedChain(Prepared):
         self.num_levels = num_levels
         self.proves = proves
         least, full = self.floors.least_bytes, self.floors.full_bytes
-        divisor = self.costs.common_divisor()
+        divisor = max(1, self.costs.common_divisor())
         #: Whether all sizes are whole levels, so that no rounding takes place.
         self.is_exact = full <= 4 * num_levels * divisor
         self.whole = Grid(full, num_levels=full // divisor if self.is_exact else num_levels)
