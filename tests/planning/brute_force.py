@@ -1,8 +1,8 @@
 """An independent search over all legal schedules of a small chain, with its own bookkeeping.
 
 It explores states (what is on the device, which backwards have run) in order of seconds, and never passes
-the budget. ``persistent`` restricts it to persistent schedules (defined in ``recoup.planning.solvers.chain``);
-otherwise any value may be dropped, and any forward run again, at any time.
+the budget. ``persistent`` restricts it to persistent schedules, as ``recoup.planning.solvers.chain`` defines
+them; otherwise any value may be dropped, and any forward run again, at any time.
 """
 
 from __future__ import annotations

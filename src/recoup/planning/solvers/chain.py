@@ -1,8 +1,9 @@
 """``chain``: the best persistent schedule of a chain of unequal units, with options.
 
 A schedule is *persistent* if a value that is kept beyond the forward that reads it stays until the backward
-that reads it has run, and nothing that leads to it is run again before that. With C(s, t, m) the least seconds to run units s … t forward and backward in m bytes
-(the input of s resident and outside m, the gradient of output t inside m):
+that reads it has run, and nothing that leads to it is run again before that. With C(s, t, m) the least
+seconds to run units s … t forward and backward in m bytes (the input of s resident and outside m, the
+gradient of output t inside m):
 
     C(s, s, m) = min over options        forward + backward               if both fit in m
     C(s, t, m) = min over options of s   forward + C(s + 1, t, m - kept) + backward

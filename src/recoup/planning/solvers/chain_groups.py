@@ -4,7 +4,7 @@ A group's options are a few ways to run its units, one option each (from keeping
 only inputs), and one that keeps only the group's input and replays it whole. What they hold and need is
 measured by simulating the group alone, so a plan for the groups is a plan for the units that needs no more
 bytes. Cuts inside a group are lost: this is a restriction, and plans found this way claim no optimality.
-The idea is that of hierarchical Rockmate (Gusak et al., H-Rockmate, 2024), with fixed groups.
+Planning a hierarchy of sub-graphs is the idea of the successors of Rockmate; here the groups are fixed.
 """
 
 from __future__ import annotations

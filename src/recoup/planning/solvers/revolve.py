@@ -2,7 +2,7 @@
 
 Griewank and Walther: Algorithm 799: revolve (ACM TOMS 26, 2000). With s slots, of which the input takes one,
 and every step run forward at most r times before its own turn, at most C(s + r, s) steps can be reversed; l
-steps cost r·l - C(s + r, r - 1) forwards beyond one each (their equation 5), r being the least that suffices.
+steps cost r·l - C(s + r, r - 1) forwards beyond one each, r being the least that suffices.
 
 A step's turn is ``F3:0 B3`` where the backward needs what its forward recorded, or ``B3`` where it needs only
 the step's input. Unlike ``chain``, this never keeps what a step recorded for later: it needs no table, and is
@@ -107,7 +107,7 @@ def _advance(num_steps: int, slots: int) -> int:
     """How far to the next checkpoint.
 
     Any k with C(s + r - 2, s) ≤ k ≤ C(s + r - 1, s) and C(s + r - 2, s - 1) ≤ l - k ≤ C(s + r - 1, s - 1) is
-    optimal (Griewank and Walther, section 3); this is the smallest.
+    optimal (Griewank and Walther); this is the smallest.
     """
     if slots == 1:
         return num_steps - 1
