@@ -28,8 +28,8 @@ import numpy as np
 from recoup.planning import Option, Plan, Problem, Unit, frontier, minimum_budget, plan, revolve, simulate
 from recoup.planning.solvers import SOLVERS
 from recoup.planning.solvers.baselines import BASELINES
-from recoup.planning.solvers.select import SelectSolver
 from recoup.planning.solvers.chain import solve_chain
+from recoup.planning.solvers.select import SelectSolver
 
 ROOT = Path(__file__).resolve().parent
 MIB = 2**20
