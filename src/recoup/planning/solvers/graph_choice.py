@@ -32,11 +32,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from recoup.planning.graphs import OpGraph
+from recoup.planning.lazy import LazyModule
 from recoup.planning.solvers.graph_cut import Indices, Network, NodeSet
+
+sparse: Any = LazyModule("scipy.sparse")
+csgraph: Any = LazyModule("scipy.sparse.csgraph")
 
 __all__ = ["Amounts", "Choice", "choice_of"]
 
@@ -157,8 +159,8 @@ class Choice:
         """The same nodes with a part for each connected component, and the old part of each new one."""
         size = len(self.nodes)
         ends = np.concatenate([self.pairs, self.wants])
-        links = coo_array((np.ones(len(ends), np.int8), (ends[:, 0], ends[:, 1])), shape=(size, size))
-        num_parts, part = connected_components(links, directed=False)
+        links = sparse.coo_array((np.ones(len(ends), np.int8), (ends[:, 0], ends[:, 1])), shape=(size, size))
+        num_parts, part = csgraph.connected_components(links, directed=False)
         former = np.zeros(num_parts, np.int32)
         former[part] = self.part
         return self.relabelled(part.astype(np.int32)), former

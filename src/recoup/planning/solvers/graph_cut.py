@@ -21,8 +21,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from recoup.planning.lazy import LazyModule
+
+sparse: Any = LazyModule("scipy.sparse")
+csgraph: Any = LazyModule("scipy.sparse.csgraph")
 
 __all__ = ["Network", "NodeSet"]
 
@@ -104,9 +107,9 @@ class Network:
         if not from_source:
             tails, heads = heads, tails
         start = self.source if from_source else self.sink
-        links = csr_array((np.ones(len(tails), dtype=np.int8), (tails, heads)), shape=(size, size))
+        links = sparse.csr_array((np.ones(len(tails), dtype=np.int8), (tails, heads)), shape=(size, size))
         reached = np.zeros(size, dtype=bool)
-        reached[breadth_first_order(links, start, return_predecessors=False)] = True
+        reached[csgraph.breadth_first_order(links, start, return_predecessors=False)] = True
         return reached[: self.num_nodes]
 
 
@@ -128,8 +131,8 @@ class _Layout:
     def push(self, forward: NDArray[Any], backward: NDArray[Any]) -> NDArray[Any]:
         """A maximum flow where this much capacity is left each way; nets both directions of an edge."""
         both = np.minimum(np.concatenate([forward, backward]), _LIMIT).astype(np.int32)
-        matrix = csr_array((both[self._order], self._columns, self._starts), shape=self._shape)
-        result = maximum_flow(matrix, self._network.source, self._network.sink).flow
+        matrix = sparse.csr_array((both[self._order], self._columns, self._starts), shape=self._shape)
+        result = csgraph.maximum_flow(matrix, self._network.source, self._network.sink).flow
         entries = np.empty(len(both), dtype=np.int64)
         entries[self._order] = result.data
         return entries[: len(forward)].astype(forward.dtype)

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import highspy
 import numpy as np
+
+from recoup.planning.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import highspy
+else:
+    highspy = LazyModule("highspy")
 
 __all__ = ["Program", "Solution"]
 

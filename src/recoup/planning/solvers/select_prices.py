@@ -16,12 +16,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import highspy
 import numpy as np
 import numpy.typing as npt
 
+from recoup.planning.lazy import LazyModule
 from recoup.planning.solvers.select_levels import Floats, Ints, Levels
+
+if TYPE_CHECKING:
+    import highspy
+else:
+    highspy = LazyModule("highspy")
 
 __all__ = ["Pricer", "Prices", "quiet_highs"]
 

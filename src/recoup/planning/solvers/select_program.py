@@ -16,13 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import highspy
 import numpy as np
 
+from recoup.planning.lazy import LazyModule
 from recoup.planning.solvers.select_levels import Choice, Levels
 from recoup.planning.solvers.select_prices import quiet_highs
 from recoup.planning.solvers.select_runs import EqualRun
+
+if TYPE_CHECKING:
+    import highspy
+else:
+    highspy = LazyModule("highspy")
 
 __all__ = ["ProgramAnswer", "SelectProgram"]
 
