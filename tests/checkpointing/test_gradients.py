@@ -77,7 +77,7 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-def compare(fn: Any, inputs: list[Tensor], call: Any = checkpoint) -> None:
+def check_gradients(fn: Any, inputs: list[Tensor], call: Any = checkpoint) -> None:
     """``fn(call, *inputs)`` gives a scalar; both ways must give the same gradients."""
     expected = torch.autograd.grad(fn(models.plainly, *inputs), inputs, allow_unused=True)
     actual = torch.autograd.grad(fn(call, *inputs), inputs, allow_unused=True)
@@ -112,8 +112,8 @@ def test_tensors_anywhere_in_the_arguments() -> None:
             tagged=Tagged(x=h),
         ).sum()
 
-    compare(outer, leaves(*[(3,)] * 8))
-    compare(lambda call, *xs: checkpoint(partial(outer, call), *xs), leaves(*[(3,)] * 8))
+    check_gradients(outer, leaves(*[(3,)] * 8))
+    check_gradients(lambda call, *xs: checkpoint(partial(outer, call), *xs), leaves(*[(3,)] * 8))
 
 
 def test_packed_sequences_as_arguments() -> None:
@@ -123,7 +123,7 @@ def test_packed_sequences_as_arguments() -> None:
         packed = nn.utils.rnn.pack_padded_sequence(x * 2, torch.tensor([4, 2]))
         return call(lambda p: rnn(p)[1].sin(), packed).sum()
 
-    compare(outer, leaves((4, 2, 2)))
+    check_gradients(outer, leaves((4, 2, 2)))
 
 
 def test_any_nested_output() -> None:
@@ -135,7 +135,7 @@ def test_any_nested_output() -> None:
         assert out["a"][1][2] == 3
         return (out["a"][0] * out["a"][1][0] * out["b"].hidden * out["b"].history[0]).sum()
 
-    compare(outer, leaves((5,)))
+    check_gradients(outer, leaves((5,)))
 
 
 def test_arguments_that_need_no_gradient_get_none() -> None:
@@ -152,13 +152,13 @@ def test_functions_that_only_close_over_parameters() -> None:
     def outer(call: Any, weight: Tensor) -> Tensor:
         return call(lambda: (data @ weight).relu().square()).sum()
 
-    compare(outer, [weight])
+    check_gradients(outer, [weight])
 
 
 def test_parameters_only_and_data_without_gradient() -> None:
     layer = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     data = torch.randn(5, 3)
-    compare(lambda call, *_: call(layer, data).square().sum(), list(layer.parameters()))
+    check_gradients(lambda call, *_: call(layer, data).square().sum(), list(layer.parameters()))
 
 
 def test_one_output_used_of_several() -> None:
@@ -166,7 +166,7 @@ def test_one_output_used_of_several() -> None:
         return x.sin() * y, (x * y).exp(), y.tanh().cos()
 
     for used in range(3):
-        compare(lambda call, x, y: call(inner, x, y)[used].sum(), leaves((3,), (3,)))
+        check_gradients(lambda call, x, y: call(inner, x, y)[used].sum(), leaves((3,), (3,)))
 
 
 def test_gradient_of_any_subset_of_inputs_and_parameters() -> None:
@@ -233,9 +233,9 @@ def test_backward_inside_the_function() -> None:
             (force,) = torch.autograd.grad(energy, x, create_graph=True)
         return force.tanh()
 
-    compare(lambda call, x: call(forces, x * 1).sum(), leaves((4,)))
-    compare(lambda call, x: call(forces, x * 1).sum(), leaves((4,)), Checkpoint(early_stop=False))
-    compare(lambda call, x: checkpoint(lambda y: call(forces, y * 1), x * 2).sum(), leaves((4,)))
+    check_gradients(lambda call, x: call(forces, x * 1).sum(), leaves((4,)))
+    check_gradients(lambda call, x: call(forces, x * 1).sum(), leaves((4,)), Checkpoint(early_stop=False))
+    check_gradients(lambda call, x: checkpoint(lambda y: call(forces, y * 1), x * 2).sum(), leaves((4,)))
 
 
 def test_chained_checkpoints() -> None:
@@ -244,7 +244,7 @@ def test_chained_checkpoints() -> None:
             x = call(lambda x, scale=scale: (x * scale).sin(), x)
         return x.sum()
 
-    compare(outer, leaves((4,)))
+    check_gradients(outer, leaves((4,)))
 
 
 @pytest.mark.parametrize("depth", [2, 3, 6, 30])
@@ -255,7 +255,7 @@ def test_nesting_to_any_depth(depth: int) -> None:
             x = call(layer, x, level - 1, call)
         return x.cos() * x
 
-    compare(lambda call, x: call(layer, x, depth, call).sum(), leaves((3,)))
+    check_gradients(lambda call, x: call(layer, x, depth, call).sum(), leaves((3,)))
 
 
 def test_in_place_operations_inside() -> None:
@@ -265,20 +265,20 @@ def test_in_place_operations_inside() -> None:
         y[0].exp_()
         return torch.relu_(y + 0.1) * y
 
-    compare(lambda call, x: call(fn, x).sum(), leaves((4, 2)))
+    check_gradients(lambda call, x: call(fn, x).sum(), leaves((4, 2)))
 
 
 def test_views_and_aliases_as_outputs() -> None:
-    compare(lambda call, x: call(lambda x: x, x * 2).sin().sum(), leaves((4, 2)))
-    compare(lambda call, x: call(lambda x: x[:2].t(), x * 2).sin().sum(), leaves((4, 2)))
-    compare(lambda call, x: call(lambda x: (x.sin(), x), x * 2)[1].exp().sum(), leaves((4, 2)))
+    check_gradients(lambda call, x: call(lambda x: x, x * 2).sin().sum(), leaves((4, 2)))
+    check_gradients(lambda call, x: call(lambda x: x[:2].t(), x * 2).sin().sum(), leaves((4, 2)))
+    check_gradients(lambda call, x: call(lambda x: (x.sin(), x), x * 2)[1].exp().sum(), leaves((4, 2)))
 
 
 def test_non_float_and_complex_tensors() -> None:
     index = torch.tensor([2, 0, 1])
-    compare(lambda call, x: call(lambda x, i: x[i].sin(), x, index).sum(), leaves((3, 2)))
+    check_gradients(lambda call, x: call(lambda x, i: x[i].sin(), x, index).sum(), leaves((3, 2)))
     z = torch.randn(3, dtype=torch.complex64, requires_grad=True)
-    compare(
+    check_gradients(
         lambda call, z: call(lambda z: (z.exp() * z.conj()).abs(), z).sum(), [z], Checkpoint(check="values")
     )
 
@@ -307,7 +307,7 @@ def test_saved_tensors_read_twice() -> None:
             x = ReadsTwice.apply(x, y)
         return x.cos()
 
-    compare(lambda call, x, y: call(fn, x, y).sum(), leaves((3,), (3,)))
+    check_gradients(lambda call, x, y: call(fn, x, y).sum(), leaves((3,), (3,)))
     # Plain, forward, replay, and one more replay whose values stay: not one per reading.
     assert calls == [False, False, True, True]
 
@@ -372,7 +372,7 @@ def test_a_container_that_the_function_changes() -> None:
         return cache["x"]
 
     a, x = leaves((3,), (3,))
-    compare(lambda call, a, x: call(fn, {"x": a}, x).sum(), [a, x])
+    check_gradients(lambda call, a, x: call(fn, {"x": a}, x).sum(), [a, x])
 
 
 def test_reading_saved_tensors_outside_of_a_backward() -> None:
@@ -393,18 +393,20 @@ class Picky(dict):
 
 
 def test_containers_of_every_kind() -> None:
-    compare(lambda call, x: call(lambda top: top.values.sin().exp(), torch.topk(x, 2)).sum(), leaves((5,)))
+    check_gradients(
+        lambda call, x: call(lambda top: top.values.sin().exp(), torch.topk(x, 2)).sum(), leaves((5,))
+    )
 
     def scaled(call: Any, x: Tensor) -> Tensor:
         pair = Scaled((x * 1, x * 2))
         pair.scale = 3.0
         return call(lambda pair: (pair[0] * pair[1] * pair.scale).sin().exp(), pair).sum()
 
-    compare(scaled, leaves((5,)))
-    compare(
+    check_gradients(scaled, leaves((5,)))
+    check_gradients(
         lambda call, x: call(lambda q: (q[0] * q[-1]).sin(), deque([x, x * 2], maxlen=2)).sum(), leaves((5,))
     )
-    compare(lambda call, x: call(lambda d: d["a"].sin().exp(), Picky(a=x)).sum(), leaves((5,)))
+    check_gradients(lambda call, x: call(lambda d: d["a"].sin().exp(), Picky(a=x)).sum(), leaves((5,)))
 
 
 def test_outputs_that_are_hard_to_look_into() -> None:

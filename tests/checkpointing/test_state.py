@@ -293,7 +293,7 @@ def test_a_scripted_module() -> None:
         loss.backward()
 
 
-def both(run: Any) -> None:
+def check_both_ways(run: Any) -> None:
     """``run(call)`` gives tensors; plain and checkpointed must agree."""
     results = []
     for call in (models.plainly, checkpoint):
@@ -313,7 +313,7 @@ def test_a_loop_variable_that_moved_on() -> None:
         h.sum().backward()
         return [parameter.grad for layer in layers for parameter in layer.parameters()]
 
-    both(run)
+    check_both_ways(run)
 
 
 factor: Any = None
@@ -331,7 +331,7 @@ def test_a_global_that_moved_on() -> None:
         assert factor is last
         return [x.grad]
 
-    both(run)
+    check_both_ways(run)
 
 
 def test_a_nonlocal_counter() -> None:
@@ -347,7 +347,7 @@ def test_a_nonlocal_counter() -> None:
         call(counting, call(counting, x)).sum().backward()
         return [x.grad, torch.tensor(count)]
 
-    both(run)
+    check_both_ways(run)
 
 
 def test_requires_grad_switched_in_between() -> None:
@@ -361,7 +361,7 @@ def test_requires_grad_switched_in_between() -> None:
         assert layer.weight.requires_grad
         return [weight.grad]
 
-    both(run)
+    check_both_ways(run)
 
 
 def test_forward_hooks_removed_and_added_in_between() -> None:
@@ -374,7 +374,7 @@ def test_forward_hooks_removed_and_added_in_between() -> None:
         y.sum().backward()
         return [x.grad]
 
-    both(run)
+    check_both_ways(run)
 
 
 class Deeper(nn.Module):
@@ -401,7 +401,7 @@ def test_state_in_lists_dictionaries_and_unregistered_modules() -> None:
         counts = [torch.tensor(len(module.history)), torch.tensor(module.table["calls"])]
         return [x.grad, *counts, *module.listed[0].buffers(), *module.__dict__["hidden"].buffers()]
 
-    both(run)
+    check_both_ways(run)
 
 
 def test_attributes_that_trade_names() -> None:
@@ -419,7 +419,7 @@ def test_attributes_that_trade_names() -> None:
         assert not hasattr(module, "first")
         return [x.grad]
 
-    both(run)
+    check_both_ways(run)
 
 
 def test_a_large_buffer_changed_without_a_version() -> None:
@@ -456,7 +456,7 @@ def test_hooks_that_the_function_registers_on_its_argument() -> None:
         call(scaled, x * 1).sum().backward()
         return [x.grad]
 
-    both(run)
+    check_both_ways(run)
 
 
 def test_two_threads_replay_one_module() -> None:
