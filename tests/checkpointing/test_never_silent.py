@@ -117,6 +117,17 @@ def test_a_parameter_in_a_closure_stepped_in_between() -> None:
         loss.backward()
 
 
+def test_a_parameter_of_which_only_a_view_is_saved() -> None:
+    """No replay is needed for it, and the error still names the parameter."""
+    layer = nn.Linear(4, 4)
+    loss = checkpoint(lambda x: x + layer.weight.t().sin(), make()).sum()
+    changed(layer.weight)
+    with pytest.raises(
+        InputChangedError, match=r"parameter 'layer.weight' of Linear was changed in place between"
+    ):
+        loss.backward()
+
+
 def test_a_leaf_that_only_the_graph_knows() -> None:
     weight = nn.Parameter(torch.randn(4))
 

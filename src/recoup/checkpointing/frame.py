@@ -82,12 +82,13 @@ def seeking() -> Iterator[None]:
 
 
 class _Leaf:
-    """A leaf that needs a gradient, held as it is."""
+    """A leaf that needs a gradient, or a view of one, held as it is; ``owner`` is the leaf itself."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("owner", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, owner: Tensor) -> None:
         self.tensor = tensor
+        self.owner = owner
         self.version = tensor._version
 
 
@@ -159,7 +160,7 @@ class Frame:
         records.append(record)
         if tensor.is_leaf and tensor.requires_grad:
             self._leaves[record[0]] = tensor
-            return _Leaf(tensor)
+            return _Leaf(tensor, tensor)
         return record
 
     def _pack_beside_modules(self, tensor: Tensor) -> Record | _Leaf:
@@ -170,7 +171,7 @@ class Frame:
         position = len(self._records)
         self._records.append((position, kind_of(tensor)))
         self._leaves[position] = base
-        return _Leaf(tensor.detach())
+        return _Leaf(tensor.detach(), base)
 
     def _pack_with_digest(self, tensor: Tensor) -> Record | _Leaf:
         """As `_pack_beside_modules`, and notes the content too."""
@@ -194,7 +195,7 @@ class Frame:
         if _seeking.active:
             raise Sought(self)
         if leaf.tensor._version != leaf.version:
-            raise self._refuse_watched(leaf.tensor)
+            raise self._refuse_watched(leaf.owner)
         return leaf.tensor
 
     def _unpack_slowly(self, position: int) -> Tensor:
