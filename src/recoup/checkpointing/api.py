@@ -12,12 +12,13 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.frame import Frame
 from recoup.checkpointing.mismatch import describe_function
 from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.errors import NothingToCheckpointError
 
-__all__ = ["Checkpoint", "checkpoint", "torch_checkpoint"]
+__all__ = ["Checkpoint", "checkpoint", "not_callable", "run_traced", "torch_checkpoint"]
 
 T = TypeVar("T")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -65,7 +66,7 @@ class Checkpoint:
         if args or kwargs:
             return _run(self, fn, args, kwargs)
         if not callable(fn):
-            raise _not_callable(fn)
+            raise not_callable(fn)
 
         @functools.wraps(fn, updated=())
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -146,13 +147,13 @@ def _run(
     context_fn: Callable[[], Contexts] | None = None,
 ) -> Any:
     if torch.compiler.is_compiling():
-        return _traced(options, fn, args, kwargs, context_fn)
+        return run_traced(options, fn, args, kwargs, context_fn)
     if not callable(fn):
-        raise _not_callable(fn)
+        raise not_callable(fn)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     forward_context, replay_context = (None, None) if context_fn is None else context_fn()
-    frame = Frame(options, fn, args, kwargs, replay_context)
+    frame = Frame(options, fn, Arguments(args, kwargs), replay_context)
     push_hooks(frame.pack_hook(), frame.unpack)
     try:
         if forward_context is None:
@@ -171,12 +172,12 @@ def _run(
     return output
 
 
-def _traced(
+def run_traced(
     options: Checkpoint,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    context_fn: Callable[[], Contexts] | None,
+    context_fn: Callable[[], Contexts] | None = None,
 ) -> Any:
     """Under torch.compile: torch's own checkpoint, which the compiler understands as one operation."""
 
@@ -189,7 +190,8 @@ def _traced(
     )
 
 
-def _not_callable(fn: Any) -> TypeError:
+def not_callable(fn: Any) -> TypeError:
+    """The error for a call without a function."""
     return TypeError(
         f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got a {type(fn).__name__} as function."
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recoup.errors import CheckpointError
 
-__all__ = ["Arguments"]
+__all__ = ["Arguments", "contents", "path_to", "put_all_together", "take_all_apart", "versions_of"]
 
 _PLAIN = frozenset({int, float, bool, str, type(None), complex, bytes, torch.dtype, torch.device, torch.Size})
 _BARE = frozenset({list, tuple, dict})
@@ -103,11 +103,11 @@ class Arguments:
         """Values that are neither plain data, containers nor tensors: modules, generators, functions, objects."""
         if not self._is_flat:
             tensors.clear()
-            self._args, self._kwargs = self._take_all_apart(tensors, self.others)
+            self._args, self._kwargs = take_all_apart(args, kwargs, tensors, self.others)
         self.changed: list[int] = []
         """Slots that the function itself changed in place, filled by `settle`."""
         self._tensors = tensors
-        self._versions = _versions(tensors)
+        self._versions = versions_of(tensors)
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
         self._has_hooks = False
         self._held: list[Any] = tensors
@@ -117,16 +117,12 @@ class Arguments:
             self._held = [pack(tensor) for tensor in tensors]
             self._originals = [weakref.ref(tensor) for tensor in tensors]
 
-    def _take_all_apart(self, tensors: list[Tensor], others: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        args = [_take_apart(value, tensors, others) for value in self._args]
-        return args, {key: _take_apart(value, tensors, others) for key, value in self._kwargs.items()}
-
     def __len__(self) -> int:
         return len(self._versions)
 
     def settle(self) -> None:
         """Notes, right after the forward, which tensors the function itself changed in place."""
-        now = _versions(self._tensors)
+        now = versions_of(self._tensors)
         self._has_hooks = any(tensor._backward_hooks for tensor in self._tensors)
         if now != self._versions:
             self.changed = [index for index, version in enumerate(self._versions) if version != now[index]]
@@ -145,9 +141,10 @@ class Arguments:
             ]
         elif self._is_flat:
             return self._args, self._kwargs
-        args, kwargs = self._take_all_apart([], []) if self._is_flat else (self._args, self._kwargs)
-        rebuilt = [_put_together(node, held) for node in args]
-        return rebuilt, {key: _put_together(node, held) for key, node in kwargs.items()}
+        args, kwargs = (
+            take_all_apart(self._args, self._kwargs, [], []) if self._is_flat else (self._args, self._kwargs)
+        )
+        return put_all_together(args, kwargs, held)
 
     def first_stale(self) -> int | None:
         """The first slot whose tensor was changed in place since before the forward."""
@@ -155,7 +152,7 @@ class Arguments:
             return self.changed[0]
         if self._unpack is not None:
             return self._first_stale_behind_hooks(self._unpack)
-        if (now := _versions(self._held)) != self._versions:
+        if (now := versions_of(self._held)) != self._versions:
             return next(index for index, version in enumerate(self._versions) if version != now[index])
         return None
 
@@ -163,7 +160,7 @@ class Arguments:
         """Hooks that copy are safe; ones that hand back the same memory are not."""
         for index, (reference, version) in enumerate(zip(self._originals, self._versions, strict=True)):
             original = reference()
-            if original is not None and _versions([original]) != [version]:
+            if original is not None and versions_of([original]) != [version]:
                 given = unpack(self._held[index])
                 if given.data_ptr() == original.data_ptr():
                     return index
@@ -177,17 +174,10 @@ class Arguments:
 
     def path(self, index: int, names: list[str]) -> str:
         """Names a slot as the caller wrote it: ``x``, ``batch['mask']``, ``states[2].hidden``."""
-        args, kwargs = self._take_all_apart([], []) if self._is_flat else (self._args, self._kwargs)
-        for position, node in enumerate(args):
-            name = names[position] if position < len(names) else f"argument {position}"
-            for found, path in _paths(node, name):
-                if found == index:
-                    return path
-        for key, node in kwargs.items():
-            for found, path in _paths(node, repr(key)):
-                if found == index:
-                    return path
-        raise IndexError(index)
+        args, kwargs = (
+            take_all_apart(self._args, self._kwargs, [], []) if self._is_flat else (self._args, self._kwargs)
+        )
+        return path_to(index, args, kwargs, names)
 
 
 def _collect(values: Iterable[Any], tensors: list[Tensor]) -> bool:
@@ -200,11 +190,20 @@ def _collect(values: Iterable[Any], tensors: list[Tensor]) -> bool:
     return True
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    """Their version counters."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # inference tensors have no version counter
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def take_all_apart(
+    args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Tensor], others: list[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Puts slots for the tensors, which it appends to ``tensors``; ``others`` gets what is no plain data."""
+    apart = [_take_apart(value, tensors, others) for value in args]
+    return apart, {key: _take_apart(value, tensors, others) for key, value in kwargs.items()}
 
 
 def _take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
@@ -217,7 +216,7 @@ def _take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
         raise CheckpointError(
             f"An argument is an iterator ({type(value).__name__}), which the replay would find used up. Pass a list."
         )
-    found = _contents(value)
+    found = contents(value)
     if found is not None:
         mark = len(tensors)
         try:
@@ -230,7 +229,7 @@ def _take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
     return value
 
 
-def _contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+def contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     """The keys and items of a container, or None if it is no container that can be taken apart."""
     if isinstance(value, (list, tuple, deque)):
         return tuple(range(len(value))), list(value)
@@ -240,6 +239,14 @@ def _contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
         keys = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
         return keys, [getattr(value, key) for key in keys]
     return None
+
+
+def put_all_together(
+    args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Undoes `take_all_apart`, with these tensors in the slots."""
+    together = [_put_together(node, tensors) for node in args]
+    return together, {key: _put_together(node, tensors) for key, node in kwargs.items()}
 
 
 def _put_together(node: Any, tensors: list[Tensor]) -> Any:
@@ -257,6 +264,20 @@ def _put_together(node: Any, tensors: list[Tensor]) -> Any:
     container = copy.copy(node.pattern)
     node.fill(container, children)
     return container
+
+
+def path_to(index: int, args: Iterable[Any], kwargs: dict[str, Any], names: list[str]) -> str:
+    """Names a slot as the caller wrote it."""
+    for position, node in enumerate(args):
+        name = names[position] if position < len(names) else f"argument {position}"
+        for found, path in _paths(node, name):
+            if found == index:
+                return path
+    for key, node in kwargs.items():
+        for found, path in _paths(node, repr(key)):
+            if found == index:
+                return path
+    raise IndexError(index)
 
 
 def _paths(node: Any, name: str) -> Iterator[tuple[int, str]]:

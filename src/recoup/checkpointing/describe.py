@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.checkpointing.frame import Frame, Sought, seeking
+from recoup.checkpointing.replayable import Replayable, Sought, seeking
 
 __all__ = ["describe"]
 
@@ -23,7 +23,7 @@ def describe(tensor: Tensor) -> str:
     >>> print(describe(checkpoint(torch.nn.functional.gelu, x * 2).sum()))
     <checkpoint of gelu: holds [float32[2, 3]], 1 saved tensor to replay, no RNG state>
     """
-    frames: list[Frame] = []
+    frames: list[Replayable] = []
     with seeking():
         for node in _nodes(tensor):
             for frame in _frames(node):
@@ -42,12 +42,12 @@ def _nodes(tensor: Tensor) -> Iterator[Any]:
             stack.extend(parent for parent, _ in node.next_functions)
 
 
-def _frames(node: Any) -> Iterator[Frame]:
+def _frames(node: Any) -> Iterator[Replayable]:
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             try:
                 getattr(node, name)
             except Sought as found:
-                yield found.frame
+                yield found.found
             except RuntimeError:  # already freed by a backward
                 continue

@@ -27,6 +27,8 @@ __all__ = [
     "kind_of",
     "other_parameter",
     "parameter_names",
+    "returned_drifted",
+    "returned_otherwise",
     "saved_otherwise",
     "saved_too_few",
     "saved_too_many",
@@ -157,6 +159,23 @@ def values_drifted(fn: Any, record: Record, num_saved: int) -> ReplayMismatchErr
         f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {position + 1} of {num_saved},"
         f" {_describe(kind)}, has other values than in the forward{_operation(fn)}.\n{_CAUSES}\n"
         "Operations that are not deterministic on this device show up too: torch.use_deterministic_algorithms(True)."
+    )
+
+
+def returned_otherwise(fn: Any, place: int, kind: Kind, tensor: Tensor | None) -> ReplayMismatchError:
+    """The replay of a call returned, for a later call of its span, a tensor of another kind or none."""
+    now = "missing" if tensor is None else _describe(kind_of(tensor))
+    return ReplayMismatchError(
+        f"{describe_function(fn)}: the replay does not repeat the forward. Returned tensor {place + 1}, which a later"
+        f" call of the span reads, was {_describe(kind)} in the forward and is {now} in the replay.\n{_CAUSES}"
+    )
+
+
+def returned_drifted(fn: Any, place: int, kind: Kind) -> ReplayMismatchError:
+    """The replay of a call returned, for a later call of its span, a tensor with other content."""
+    return ReplayMismatchError(
+        f"{describe_function(fn)}: the replay does not repeat the forward. Returned tensor {place + 1},"
+        f" {_describe(kind)}, which a later call of the span reads, has other values than in the forward.\n{_CAUSES}"
     )
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,19 @@ from recoup.checkpointing.mismatch import Record, kind_of
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
 
-__all__ = ["is_replaying", "pop_hooks", "push_hooks", "replay", "run_with_hooks"]
+__all__ = [
+    "CAREFUL",
+    "USUAL",
+    "Manner",
+    "Replayed",
+    "depth",
+    "is_any_wanted",
+    "is_replaying",
+    "pop_hooks",
+    "push_hooks",
+    "replay",
+    "run_with_hooks",
+]
 
 # What torch.autograd.graph.saved_tensors_hooks calls; the context manager itself costs four times as much.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -44,12 +56,40 @@ def is_replaying() -> bool:
     return not torch.compiler.is_compiling() and _depth.value > 0
 
 
+def depth() -> int:
+    """How many replays on this thread are under way, one inside the other."""
+    return _depth.value
+
+
+class Manner(NamedTuple):
+    """How to run a function again."""
+
+    carefully: bool = False
+    """Compare each tensor while the operation that saves it runs."""
+    to_end: bool = False
+    """Do not stop early: the output is wanted, too."""
+    through: Callable[..., Any] | None = None
+    """Runs ``through(fn, *args, **kwargs)`` instead of ``fn(*args, **kwargs)``."""
+
+
+USUAL = Manner()
+CAREFUL = Manner(carefully=True)
+
+Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, int], Any]
+"""The wanted tensors by position, their version counters where these are not 0, and the output, if it got there."""
+
+
 class _StopReplay(BaseException):
     """Leaves the function once nothing more is wanted. No Exception, so that functions do not swallow it."""
 
 
 # What getrefcount gives through map for an object that only its list holds; it differs between Pythons.
 _UNWANTED = next(map(getrefcount, [object()]))
+
+
+def is_any_wanted(records: list[Record]) -> bool:
+    """Whether someone besides their list refers to any of the records."""
+    return any(count > _UNWANTED for count in map(getrefcount, records))
 
 
 def replay(
@@ -61,11 +101,9 @@ def replay(
     leaves: dict[int, Tensor],
     digests: list[Tensor | None],
     complete: bool,
-    carefully: bool,
-) -> tuple[dict[int, Tensor], dict[int, int]]:
+    manner: Manner,
+) -> Replayed:
     """Runs the function again until every saved tensor that is still wanted exists.
-
-    Returns these tensors by position, and their version counters where these are not 0.
 
     Args:
         fn: the function.
@@ -76,13 +114,15 @@ def replay(
         leaves: the parameters among them.
         digests: their contents' digests, if the contents are compared.
         complete: whether the forward has ended; if not, the replay may well save more than it did so far.
-        carefully: compare each tensor while the operation that saves it runs.
+        manner: how to run it.
 
     Raises:
         ReplayMismatchError: it saved other tensors than the forward.
     """
+    carefully, to_end, through = manner
     compare = partial(_compare, fn, records, digests) if carefully else None
-    values, versions, num_saved = run_with_hooks(fn, args, kwargs, options, records, leaves, compare)
+    replayed, num_saved = run_with_hooks(fn, args, kwargs, options, records, leaves, compare, to_end, through)
+    values = replayed[0]
     # All at once, after the run: in the hook, between operations, the same costs twice as much.
     if options.check == "metadata":
         expected = [records[position][1] for position in values]
@@ -93,7 +133,7 @@ def replay(
             raise mismatch.saved_otherwise(fn, records[wrong], values[wrong], len(records))
     if num_saved > len(records) and complete and not options.early_stop and options.check != "none":
         raise mismatch.saved_too_many(fn, len(records), num_saved)
-    return values, versions
+    return replayed
 
 
 def run_with_hooks(
@@ -104,16 +144,19 @@ def run_with_hooks(
     records: list[Record],
     leaves: dict[int, Tensor],
     compare: Callable[[int, Tensor], None] | None,
-) -> tuple[dict[int, Tensor], dict[int, int], int]:
+    to_end: bool,
+    through: Callable[..., Any] | None,
+) -> tuple[Replayed, int]:
     """Runs the function and sets aside what it saves and is wanted; also returns how much it saved in all."""
     values: dict[int, Tensor] = {}
     versions: dict[int, int] = {}
+    output: Any = None
     wanted = [count > _UNWANTED for count in map(getrefcount, records)]
     num_records, num_saved = len(records), 0
     last = num_records - 1
-    while not wanted[last]:
+    while last >= 0 and not wanted[last]:
         last -= 1
-    stop_at = last if options.early_stop else None
+    stop_at = last if options.early_stop and not to_end else None
     check = options.check != "none"
 
     # A closure: it runs for every saved tensor, and local variables are fast.
@@ -148,7 +191,7 @@ def run_with_hooks(
     torch._C._set_grad_enabled(True)
     push_hooks(pack if compare is None else pack_carefully, unpack)
     try:
-        fn(*args, **kwargs)
+        output = fn(*args, **kwargs) if through is None else through(fn, *args, **kwargs)
     except _StopReplay:
         pass
     except BaseException as error:
@@ -162,10 +205,10 @@ def run_with_hooks(
         _depth.value -= 1
     # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
     result, values = values, {}
-    if last not in result:
+    if last >= 0 and last not in result:
         missing = next(position for position, want in enumerate(wanted) if want and position not in result)
         raise mismatch.saved_too_few(fn, records[missing], num_records, num_saved)
-    return result, versions, num_saved
+    return (result, versions, output), num_saved
 
 
 def _compare(

@@ -1,0 +1,170 @@
+"""What one call of a span gives to a later one: recognised in the forward, not held, and made again in the replay."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recoup.checkpointing import mismatch
+from recoup.checkpointing.arguments import (
+    Arguments,
+    contents,
+    path_to,
+    put_all_together,
+    take_all_apart,
+    versions_of,
+)
+from recoup.checkpointing.digest import digest
+from recoup.checkpointing.mismatch import Kind, kind_of
+
+__all__ = ["FedArguments", "Feed", "Flow", "Outputs", "tensors_in"]
+
+_DEEPEST = 16
+"""An output may contain itself."""
+
+
+class Feed(NamedTuple):
+    """A tensor among a call's arguments that an earlier call of the span returned."""
+
+    call: int
+    place: int
+    """Its place among the tensors of that call's output."""
+    kind: Kind
+    digest: Tensor | None
+
+
+class _Returned(NamedTuple):
+    reference: weakref.ref[Tensor]
+    version: int
+    needs_grad: bool
+    call: int
+    place: int
+
+
+class Outputs:
+    """The tensors that the calls of a span returned in the forward, known but not kept alive."""
+
+    __slots__ = ("_returned", "_with_digest")
+
+    def __init__(self, *, with_digest: bool) -> None:
+        self._returned: dict[int, _Returned] = {}
+        self._with_digest = with_digest
+
+    def note(self, call: int, output: Any) -> None:
+        """Notes the tensors in a call's output. One that an earlier call returned, too, is now this call's."""
+        for place, tensor in enumerate(tensors_in(output)):
+            (version,) = versions_of([tensor])
+            self._returned[id(tensor)] = _Returned(
+                weakref.ref(tensor), version, tensor.requires_grad, call, place
+            )
+
+    def find(self, tensor: Tensor) -> Feed | None:
+        """Says which call returned this very tensor, unless it has been changed since."""
+        found = self._returned.get(id(tensor))
+        if found is None or found.reference() is not tensor:  # an identity can be given to another object
+            return None
+        if [found.version] != versions_of([tensor]) or found.needs_grad != tensor.requires_grad:
+            return None
+        then = digest(tensor) if self._with_digest else None
+        return Feed(found.call, found.place, kind_of(tensor), then)
+
+
+class FedArguments(Arguments):
+    """The arguments of one call of a span: fed ones are not held, the others as those of any call.
+
+    But without their history, because that may contain earlier calls of the same span, which hold the span: no
+    reference counting could free that.
+    """
+
+    __slots__ = ("_outside", "_tree", "feeds")
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], find: Callable[[Tensor], Feed | None]
+    ) -> None:
+        tensors: list[Tensor] = []
+        others: list[Any] = []
+        self._tree = take_all_apart(args, kwargs, tensors, others)
+        found = [find(tensor) for tensor in tensors]
+        self.feeds = {slot: feed for slot, feed in enumerate(found) if feed is not None}
+        self._outside = {slot: tensors[slot].requires_grad for slot, feed in enumerate(found) if feed is None}
+        """The slots of the others, and whether these need a gradient."""
+        held = [tensors[slot] for slot in self._outside]
+        # Not as leaves that need a gradient: an enclosing checkpoint holds these as they are.
+        super().__init__(tuple(t if t.grad_fn is None else t.detach() for t in held), {})
+        self.others = others
+
+    def rebuild_from(self, give: Callable[[Feed], Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Gives the arguments as they were, the fed ones from this replay."""
+        held, _ = self.rebuild()
+        tensors = {
+            slot: tensor if tensor.requires_grad == needs_grad else tensor.detach().requires_grad_(needs_grad)
+            for tensor, (slot, needs_grad) in zip(held, self._outside.items(), strict=True)
+        }
+        tensors.update((slot, give(feed)) for slot, feed in self.feeds.items())
+        args, kwargs = self._tree
+        return put_all_together(args, kwargs, [tensors[slot] for slot in range(len(tensors))])
+
+    def path(self, index: int, names: list[str]) -> str:
+        """Names a slot of those that are held."""
+        return path_to(list(self._outside)[index], *self._tree, names)
+
+
+class Flow:
+    """What flows between the calls of one replay: it waits for its readers, and goes with the last one."""
+
+    __slots__ = ("_check", "_expected", "_readers", "_waiting")
+
+    def __init__(self, calls: Iterable[FedArguments], check: str) -> None:
+        self._check = check
+        self._expected: dict[int, dict[int, Feed]] = {}
+        """By call that returns it and place in its output."""
+        self._readers: dict[tuple[int, int], int] = {}
+        """How often each is still to be read."""
+        self._waiting: dict[tuple[int, int], Tensor] = {}
+        for arguments in calls:
+            for feed in arguments.feeds.values():
+                self._expected.setdefault(feed.call, {})[feed.place] = feed
+                key = feed.call, feed.place
+                self._readers[key] = self._readers.get(key, 0) + 1
+
+    def put(self, call: int, fn: Callable[..., Any], output: Any) -> None:
+        """Takes from a call's output what later calls read."""
+        expected = self._expected.get(call)
+        if not expected:
+            return
+        tensors = list(tensors_in(output))
+        for place, feed in expected.items():
+            tensor = tensors[place] if place < len(tensors) else None
+            if tensor is None or (self._check != "none" and kind_of(tensor) != feed.kind):
+                raise mismatch.returned_otherwise(fn, place, feed.kind, tensor)
+            if feed.digest is not None and not _is_equal(feed.digest, digest(tensor)):
+                raise mismatch.returned_drifted(fn, place, feed.kind)
+            self._waiting[call, place] = tensor
+
+    def give(self, feed: Feed) -> Tensor:
+        """Gives a tensor to one of its readers."""
+        key = feed.call, feed.place
+        self._readers[key] -= 1
+        return self._waiting[key] if self._readers[key] else self._waiting.pop(key)
+
+
+def tensors_in(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:
+    """The tensors in nested containers, in an order that depends on nothing but their structure.
+
+    >>> a, b = torch.ones(1), torch.ones(2)
+    >>> [tensor.shape[0] for tensor in tensors_in({"x": [b, 3], "y": (a,)})]
+    [2, 1]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and (found := contents(value)) is not None:
+        for item in found[1]:
+            yield from tensors_in(item, depth - 1)
+
+
+def _is_equal(then: Tensor, now: Tensor | None) -> bool:
+    return now is not None and torch.equal(then, now)

@@ -1,0 +1,131 @@
+"""What frames and segments have in common: values that a replay makes and a backward reads."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from recoup.errors import ReplayMismatchError
+
+if TYPE_CHECKING:
+    from recoup.checkpointing.api import Checkpoint
+
+__all__ = ["SEEKING", "Replayable", "Sought", "seeking"]
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+_queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+_NO_TASK = -1
+
+
+class Sought(BaseException):
+    """Carries a frame or segment out of its unpack hook while `seeking`."""
+
+    def __init__(self, found: Replayable) -> None:
+        self.found = found
+
+
+class _Seeking(threading.local):
+    active = False
+
+
+SEEKING = _Seeking()
+"""Unpack hooks look at it, and raise `Sought` while it is active."""
+
+
+@contextmanager
+def seeking() -> Iterator[None]:
+    """Makes frames and segments on this thread show themselves, by raising `Sought`, instead of replaying."""
+    SEEKING.active = True
+    try:
+        yield
+    finally:
+        SEEKING.active = False
+
+
+class _Lasting(dict[Any, Tensor]):
+    """Values that may be read any number of times."""
+
+    def pop(self, key: Hashable, default: Any = None) -> Any:
+        return self.get(key, default)
+
+
+class Replayable:
+    """Hands out the values of a replay, each once, and forgets the others when the backward ends.
+
+    See NOTE [ How a frame works ], 4 and 5. Subclasses say how to replay.
+    """
+
+    __slots__ = ("__weakref__", "_lock", "_options", "_task", "_values", "_versions")
+
+    def __init__(self, options: Checkpoint) -> None:
+        self._options = options
+        self._values: dict[Any, Tensor] = {}
+        self._versions: dict[Any, int] = {}
+        self._task = _NO_TASK
+        self._lock = threading.RLock()
+
+    def _run_again(self, *, carefully: bool) -> tuple[dict[Any, Tensor], dict[Any, int]]:
+        """Replays; returns what is wanted, by key, and the version counters that are not 0."""
+        raise NotImplementedError
+
+    def _fetch(self, key: Any) -> Tensor:
+        """Gives a value that has not been made yet, or was handed out before."""
+        if SEEKING.active:
+            raise Sought(self)
+        task = _current_task()
+        with self._lock:
+            # Another thread of this backward may have replayed while this one waited.
+            tensor: Tensor | None = self._values.pop(key, None)
+            if tensor is not None:
+                return tensor
+            self._values = {}
+            try:
+                values, self._versions = self._run_again(carefully=self._options.check == "values")
+            except ReplayMismatchError as error:
+                raise self._locate(error) from None
+            # Taken before the others are there for all to see.
+            tensor = values.pop(key)
+            if task == self._task and task != _NO_TASK:  # read a second time
+                values[key] = tensor
+                self._values = _Lasting(values)
+            elif task != _NO_TASK:
+                self._task = task
+                self._values = values
+                if values:
+                    # Weakly: the callback lives until the backward ends, the frame should not.
+                    _queue_callback(partial(_forget, weakref.ref(self), task))
+            return tensor
+
+    def forget(self, task: int) -> None:
+        """Drops what a backward that has ended left over."""
+        with self._lock:
+            if self._task == task:
+                self._values = {}
+                self._task = _NO_TASK
+
+    def _locate(self, error: ReplayMismatchError) -> ReplayMismatchError:
+        """Replays once more, comparing every tensor while the operation that saves it runs: that can say where."""
+        if self._options.check != "metadata":
+            return error
+        try:
+            self._run_again(carefully=True)
+        except ReplayMismatchError as located:
+            return located
+        except Exception:
+            return error
+        return error
+
+
+def _forget(reference: weakref.ref[Replayable], task: int) -> None:
+    found = reference()
+    if found is not None:
+        found.forget(task)

@@ -1,0 +1,161 @@
+"""One checkpoint over several calls that the caller's own code makes, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recoup.checkpointing.api import not_callable, run_traced
+from recoup.checkpointing.feeding import FedArguments, Outputs
+from recoup.checkpointing.mismatch import describe_function
+from recoup.checkpointing.replay import depth, pop_hooks, push_hooks
+from recoup.checkpointing.segment import Begin, Segment
+from recoup.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from recoup.checkpointing.api import Checkpoint
+
+__all__ = ["Span"]
+
+
+def _call_directly(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+def _plain() -> Callable[..., Any]:
+    return _call_directly
+
+
+class Span:
+    """A checkpoint that extends over several calls: they are forgotten together and replayed together.
+
+    What one call returns and a later one is given is not held, only what comes from outside. Every call has the
+    guarantees of `recoup.checkpoint`. What a call returns is recognised by identity: the tensor itself, not a copy or
+    a view of it, and not changed in place meanwhile. All else is held as an argument from outside.
+
+    A call that raises leaves the calls before it as they are. Calls after it are forgotten and replayed apart
+    from them.
+
+    Args:
+        options: as for a checkpoint of one function.
+        begin: is called when the span is made and at the start of every replay, and returns what each of these then
+            runs the calls through: ``through(fn, *args, **kwargs)``. With it, spans nest: ``through`` may run calls
+            in spans of its own, which ``begin`` (or ``through``) has to make anew each time.
+
+    >>> from recoup import Checkpoint
+    >>> x = torch.tensor([2.0, 3.0], requires_grad=True)
+    >>> span = Span(Checkpoint())
+    >>> y = x
+    >>> for _ in range(3):
+    ...     y = span.call(torch.square, (y,), {})
+    >>> y.sum().backward()
+    >>> x.grad
+    tensor([ 1024., 17496.])
+    """
+
+    __slots__ = (
+        "_begin",
+        "_depth",
+        "_is_closed",
+        "_is_running",
+        "_options",
+        "_outputs",
+        "_segment",
+        "_through",
+    )
+
+    def __init__(self, options: Checkpoint, begin: Begin = _plain) -> None:
+        self._options = options
+        self._begin = begin
+        self._depth: int | None = None
+        """Of replays inside each other, at the first call."""
+        self._is_closed = False
+        self._is_running = False
+        self._segment: Segment | None = None
+        self._outputs = Outputs(with_digest=options.check == "values")
+        self._through: Callable[..., Any] | None = begin()
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs ``fn(*args, **kwargs)`` as the next call of the span.
+
+        Without grad mode it is a plain call, which the span does not remember. Under torch.compile it is a
+        checkpoint of its own.
+
+        Raises:
+            CheckpointError: the span is closed, this is a call inside another call of the same span, or a replay
+                makes a call of a span that it did not make itself.
+            InputChangedError: (in the backward) something that ``fn`` reads was changed in place meanwhile.
+            ReplayMismatchError: (in the backward) the replay saved or returned other tensors than the forward.
+        """
+        if torch.compiler.is_compiling():
+            return run_traced(self._options, fn, args, kwargs)
+        self._refuse_misuse(fn)
+        through = self._reach_through()
+        if not torch.is_grad_enabled():
+            return through(fn, *args, **kwargs)
+        if self._segment is None:
+            self._segment = Segment(self._options, self._begin)
+        self._is_running = True
+        try:
+            output = self._run(self._segment, through, fn, args, kwargs)
+        except BaseException:
+            self._let_go()
+            raise
+        finally:
+            self._is_running = False
+        return output
+
+    def close(self) -> None:
+        """Ends the span: there are no more calls, and it is the graph alone that holds what the replay needs."""
+        self._is_closed = True
+        self._let_go()
+
+    def _run(
+        self,
+        segment: Segment,
+        through: Callable[..., Any],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        frame = segment.add(fn, FedArguments(args, kwargs, self._outputs.find))
+        push_hooks(frame.pack_hook(), segment.unpack_hook())
+        try:
+            output = through(fn, *args, **kwargs)
+        finally:
+            pop_hooks()
+        frame.settle()
+        self._outputs.note(len(segment) - 1, output)
+        return output
+
+    def _reach_through(self) -> Callable[..., Any]:
+        if self._through is None:  # after a call that raised
+            self._through = self._begin()
+        return self._through
+
+    def _let_go(self) -> None:
+        self._segment = None
+        self._through = None
+        self._outputs = Outputs(with_digest=self._options.check == "values")
+
+    def _refuse_misuse(self, fn: Any) -> None:
+        if not callable(fn):
+            raise not_callable(fn)
+        if self._is_closed:
+            raise CheckpointError(
+                f"The span was closed before this call of {describe_function(fn)}. Make a new one."
+            )
+        if self._is_running:
+            raise CheckpointError(
+                f"{describe_function(fn)} was called inside another call of the same span, whose replay makes that call"
+                " again. Call it directly there, or in a span that is made inside the call."
+            )
+        if self._depth is None:
+            self._depth = depth()
+        elif self._depth != depth():
+            raise CheckpointError(
+                f"A replay calls {describe_function(fn)} in a span from outside that replay. Make inner spans where a"
+                " replay makes them again: in `begin`, or in the checkpointed function itself."
+            )
