@@ -56,15 +56,8 @@ class Span:
     """
 
     __slots__ = (
-        "_begin",
-        "_depth",
-        "_is_closed",
-        "_is_running",
-        "_options",
-        "_outputs",
-        "_segment",
-        "_through",
-    )
+        "_begin", "_depth", "_is_closed", "_is_running", "_options", "_outputs", "_segment", "_through",
+    )  # fmt: skip
 
     def __init__(self, options: Checkpoint, begin: Begin = _plain) -> None:
         self._options = options
@@ -92,9 +85,10 @@ class Span:
         if torch.compiler.is_compiling():
             return run_traced(self._options, fn, args, kwargs)
         self._refuse_misuse(fn)
-        through = self._reach_through()
         if not torch.is_grad_enabled():
-            return through(fn, *args, **kwargs)
+            # Not through `begin`'s function: the replay will not make this call, and what counts calls must agree.
+            return fn(*args, **kwargs)
+        through = self._reach_through()
         if self._segment is None:
             self._segment = Segment(self._options, self._begin)
         self._is_running = True
