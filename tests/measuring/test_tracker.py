@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -54,3 +55,121 @@ def test_reset_peak() -> None:
         assert memory.peak_bytes == 200
         y = y + 1
         assert memory.peak_bytes == 400
+
+
+def test_made_bytes_counts_everything_ever_made() -> None:
+    with MemoryTracker() as memory:
+        for _ in range(3):
+            torch.zeros(100)
+    assert (memory.current_bytes, memory.peak_bytes, memory.made_bytes) == (0, 400, 1200)
+
+
+def test_tensors_made_from_python_numbers_count_and_numpy_arrays_do_not() -> None:
+    array = np.zeros(7)
+    with MemoryTracker() as memory:
+        x = torch.tensor([1.0, 2.0, 3.0])
+        assert memory.current_bytes == 12
+        y = torch.from_numpy(array)
+        assert memory.current_bytes == 12
+        del x, y
+        assert memory.current_bytes == 0
+
+
+def test_growth_counts_of_new_and_of_old_storages() -> None:
+    before = torch.zeros(10)
+    with MemoryTracker() as memory:
+        made = torch.empty(0)
+        torch.add(torch.ones(5), 1, out=made)
+        assert memory.current_bytes == 20
+        made.resize_(50)
+        assert memory.current_bytes == 200
+        before.resize_(30)
+        assert memory.current_bytes == 200 + 80
+        before.untyped_storage().resize_(40)
+        made.untyped_storage().resize_(0)
+        assert memory.current_bytes == 200 + 80  # out of sight so far
+        before[:10].add_(1)
+        made.detach()
+        assert memory.current_bytes == 0
+        assert memory.made_bytes == 20 + 20 + 180 + 80
+        del before
+        assert memory.current_bytes == 0
+
+
+def test_results_that_share_the_storage_of_an_argument_count_nothing() -> None:
+    x, out = torch.zeros(4, 6), torch.zeros(4, 6)
+    with MemoryTracker() as memory:
+        results = [
+            torch.ops.aten._unsafe_view(x, [24]),
+            torch.add(x, 1, out=out),
+            *torch.unbind(x),
+            x.detach(),
+            torch._foreach_add_([x, out], 1),
+        ]
+        assert len(results) == 8
+        assert memory.made_bytes == 0
+
+
+def test_lists_of_results_count_each() -> None:
+    with MemoryTracker() as memory:
+        results = torch._foreach_add([torch.zeros(3), torch.zeros(5)], 1)
+        assert memory.current_bytes == 32
+        del results
+        assert memory.current_bytes == 0
+
+
+def test_sparse_results_are_left_out() -> None:
+    with MemoryTracker() as memory:
+        x = torch.eye(3).to_sparse()
+        assert x.is_sparse
+    assert memory.current_bytes == 0
+
+
+class TestLimit:
+    def test_refuses_what_passes_it_and_then_forgets_it(self) -> None:
+        with MemoryTracker(limit_bytes=2048) as memory:
+            x = torch.zeros(256)
+            text = r"aten.cat.default needs 2.00 KiB beside 1.00 KiB in use; the limit is 2.00 KiB"
+            with pytest.raises(torch.OutOfMemoryError, match=text):
+                torch.cat([x, x])
+            assert memory.current_bytes == memory.peak_bytes == 1024
+            y = x + 1  # exactly full
+            assert memory.current_bytes == memory.peak_bytes == 2048
+            with pytest.raises(torch.OutOfMemoryError, match=r"needs 4 B beside 2.00 KiB"):
+                y.sum()
+            del x
+            y.sum()
+
+    def test_holds_nothing_while_the_error_lives(self) -> None:
+        with MemoryTracker(limit_bytes=1000) as memory:
+            try:
+                torch.zeros(1000)
+            except torch.OutOfMemoryError:
+                assert memory.current_bytes == 0
+
+    @pytest.mark.parametrize("limit_outside", [True, False])
+    def test_nested_trackers_both_count(self, limit_outside: bool) -> None:
+        limits = (1000, None) if limit_outside else (None, 1000)
+        with MemoryTracker(limits[0]) as outer:
+            x = torch.zeros(100)
+            with MemoryTracker(limits[1]) as inner:
+                y = x + 1
+                assert (outer.current_bytes, inner.current_bytes) == (800, 400)
+                with pytest.raises(torch.OutOfMemoryError):
+                    y.repeat(3)
+                assert (outer.current_bytes, inner.current_bytes) == (800, 400)
+            del x, y
+        assert (outer.current_bytes, inner.current_bytes) == (0, 0)
+
+    def test_a_backward_that_does_not_fit(self) -> None:
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Sigmoid()) for _ in range(3)))
+        x = torch.randn(8, 16)
+        with MemoryTracker() as memory:
+            layers(x).sum().backward()
+        layers.zero_grad()
+        with MemoryTracker(limit_bytes=memory.peak_bytes) as exact:
+            layers(x).sum().backward()
+        assert exact.peak_bytes == memory.peak_bytes
+        layers.zero_grad()
+        with MemoryTracker(limit_bytes=memory.peak_bytes - 1), pytest.raises(torch.OutOfMemoryError):
+            layers(x).sum().backward()

@@ -3,37 +3,64 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from recoup.sizes import format_bytes
 
 __all__ = ["MemoryTracker"]
+
+
+class _Seen(weakref.ref[torch.UntypedStorage]):
+    """A storage that passed by: what it measured before it counted, and the bytes that count now."""
+
+    __slots__ = ("base_bytes", "counted_bytes", "key", "num_bytes")
+    key: int
+    base_bytes: int
+    num_bytes: int
+    counted_bytes: int
 
 
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of storages made inside it while they live: each once, however many tensors view it.
 
-    What existed before (parameters, inputs) counts zero. Use it where compiled code does not run: as an ambient
-    dispatch mode it makes compiled code run eagerly, and every operation costs tens of microseconds.
+    What existed before (parameters, inputs) counts zero; where it grows inside, the growth counts. A storage that
+    is resized behind the dispatcher's back (`storage.resize_`) is measured anew when an operation next meets it.
+    Tensors that the autograd engine makes without an operation are seen first as arguments, and count zero.
+
+    Use it where compiled code does not run: as an ambient dispatch mode it makes compiled code run eagerly, and
+    every operation costs about ten microseconds.
+
+    Args:
+        limit_bytes: a hard cap, for tests of what happens when a step does not fit. An operation whose results
+            pass it raises `torch.OutOfMemoryError`, and its results are dropped.
 
     >>> import torch
     >>> with MemoryTracker() as memory:
     ...     x = torch.zeros(256)
     ...     y = x[:128] + 1
     ...     del x
-    >>> memory.current_bytes, memory.peak_bytes
-    (512, 1536)
+    >>> memory.current_bytes, memory.peak_bytes, memory.made_bytes
+    (512, 1536, 1536)
+    >>> with MemoryTracker(limit_bytes=1000):
+    ...     torch.zeros(256)
+    Traceback (most recent call last):
+        ...
+    torch.OutOfMemoryError: aten.zeros.default needs 1.00 KiB beside 0 B in use; the limit is 1000 B.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.limit_bytes = limit_bytes
         self.current_bytes = 0
         self.peak_bytes = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.made_bytes = 0
+        # By id: a storage keeps its Python object for life, and leaves here when it dies.
+        self._seen: dict[int, _Seen] = {}
 
     def reset_peak(self) -> None:
         """Starts a new peak from what lives now."""
@@ -47,24 +74,71 @@ class MemoryTracker(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs the operation and counts the storages that it made."""
-        for value in tree_iter((args, kwargs)):
-            if isinstance(value, Tensor) and value.layout is torch.strided:
-                # Anything that arrives without having been made here lived before: it counts zero.
-                self._known.add(value.untyped_storage())
+        # Anything that arrives without having been made here lived before: it counts zero.
+        if func is not _LIFT_FRESH or not args[0].untyped_storage().resizable():
+            self._look(args, False)
+        if kwargs:
+            self._look(kwargs.values(), False)
         result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, Tensor) and value.layout is torch.strided:
-                self._count(value.untyped_storage())
+        before_bytes = self.current_bytes
+        self._look((result,), True)
+        if self.current_bytes > self.peak_bytes:
+            if self.limit_bytes is not None and self.current_bytes > self.limit_bytes:
+                need_bytes = self.current_bytes - before_bytes
+                # The traceback must not keep alive what did not fit.
+                del result, args, kwargs
+                raise torch.OutOfMemoryError(
+                    f"{func} needs {format_bytes(need_bytes)} beside {format_bytes(before_bytes)} in use; "
+                    f"the limit is {format_bytes(self.limit_bytes)}."
+                )
+            self.peak_bytes = self.current_bytes
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        num_bytes = storage.nbytes()
-        self.current_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        weakref.finalize(storage, self._release, num_bytes).atexit = False
+    def _counts(self, tensor: Tensor) -> bool:
+        """Whether a new tensor counts."""
+        return True
 
-    def _release(self, num_bytes: int) -> None:
-        self.current_bytes -= num_bytes
+    def _look(self, values: Iterable[Any], is_new: bool) -> None:
+        seen = self._seen
+        for value in values:
+            if isinstance(value, Tensor):
+                try:
+                    storage = value.untyped_storage()
+                except NotImplementedError:  # sparse: no storage of its own
+                    continue
+                known = seen.get(id(storage))
+                if known is None:
+                    self._meet(storage, is_new and self._counts(value))
+                elif known.num_bytes != storage.nbytes():
+                    self._resized(known, storage.nbytes())
+            elif isinstance(value, (list, tuple)):
+                self._look(value, is_new)
+            elif isinstance(value, dict):
+                self._look(value.values(), is_new)
+
+    def _meet(self, storage: torch.UntypedStorage, is_new: bool) -> None:
+        known = _Seen(storage, self._release)
+        known.key = id(storage)
+        known.num_bytes = known.base_bytes = storage.nbytes()
+        known.counted_bytes = 0
+        self._seen[known.key] = known
+        if is_new:
+            known.base_bytes = 0
+            self._resized(known, known.num_bytes)
+
+    def _resized(self, known: _Seen, num_bytes: int) -> None:
+        grown_bytes = max(0, num_bytes - known.base_bytes) - known.counted_bytes
+        known.num_bytes = num_bytes
+        known.counted_bytes += grown_bytes
+        self.current_bytes += grown_bytes
+        self.made_bytes += max(0, grown_bytes)
+
+    def _release(self, known: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(known, _Seen)
+        del self._seen[known.key]
+        self.current_bytes -= known.counted_bytes
+
+
+# torch.tensor makes its result out of sight and shows it first as the argument of this; so does torch.from_numpy,
+# whose memory is NumPy's and cannot be resized.
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
