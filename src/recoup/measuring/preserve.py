@@ -1,0 +1,133 @@
+"""Runs of a model that leave no trace: everything that a training step changes is put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recoup.measuring.held import HeldValues, held_gradient
+from recoup.measuring.storages import tensors
+
+__all__ = ["preserving"]
+
+_COLLECTIONS = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_FLAGS = ("training", "_is_full_backward_hook")
+
+
+@contextmanager
+def preserving(
+    model: nn.Module, optimizer: Optimizer | None = None, *, everything: bool = False
+) -> Iterator[None]:
+    """Puts a model back as it was, whatever the block does with it, also if the block raises.
+
+    Back are: buffers (objects and values), `.grad` of the parameters, `requires_grad`, training mode and hooks of
+    every module, and the random state of Python, NumPy and torch. Inside, all `.grad` are None, so that a step
+    starts afresh; on an accelerator the old ones wait in host memory and return as the same tensors. After a
+    `torch.OutOfMemoryError` the local variables of the calls that raised it are cleared, to make room for them.
+
+    Args:
+        model: the model that the block runs.
+        optimizer: the optimizer that the block may step.
+        everything: also put back the values of the parameters and all that the optimizer holds. Their copies wait
+            in host memory, never on the device.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> with preserving(model):
+    ...     model(torch.randn(8, 2)).sum().backward()
+    >>> model.running_mean, model.weight.grad
+    (tensor([0., 0.]), None)
+    """
+    groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+    parameters = list(dict.fromkeys([*model.parameters(), *tensors(groups)]))
+    # Put back from the last to the first: gradients of the block make room before anything else returns.
+    with ExitStack() as exits:
+        exits.callback(_held_random_state())
+        exits.callback(_held_modules(list(model.modules())))
+        exits.callback(_held_requires_grad(parameters))
+        for parameter in parameters:
+            exits.callback(held_gradient(parameter))
+        values = HeldValues()
+        exits.callback(values.hold(list(model.buffers())))
+        if everything:
+            exits.callback(values.hold([parameters, optimizer]))
+        exits.callback(_drop_gradients, parameters)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+
+def _drop_gradients(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _held_requires_grad(parameters: Iterable[Tensor]) -> Callable[[], None]:
+    flags = [(parameter, parameter.requires_grad) for parameter in parameters]
+
+    def restore() -> None:
+        for parameter, flag in flags:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+
+    return restore
+
+
+def _held_modules(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    collections = [
+        (module, name, vars(module)[name], vars(module)[name].copy())
+        for module in modules
+        for name in _COLLECTIONS
+        if vars(module).get(name) is not None
+    ]
+    flags = [(module, name, getattr(module, name, None)) for module in modules for name in _FLAGS]
+
+    def restore() -> None:
+        for module, name, collection, entries in collections:
+            # In place: the handles that remove hooks know these dictionaries.
+            collection.clear()
+            collection.update(entries)
+            vars(module)[name] = collection
+        for module, name, flag in flags:
+            if getattr(module, name, None) != flag:
+                setattr(module, name, flag)
+
+    return restore
+
+
+def _held_random_state() -> Callable[[], None]:
+    python = random.getstate()
+    host = torch.get_rng_state()
+    # A device that was not used yet has drawn nothing.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    numpy = sys.modules.get("numpy.random")
+    numpy_state = None if numpy is None else numpy.get_state()
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
+
+    return restore
