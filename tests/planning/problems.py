@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 from hypothesis import strategies as st
 
@@ -10,11 +11,19 @@ from recoup.planning import Option, Problem, Unit
 
 
 def random_problem(
-    seed: int, *, num_units: int, num_options: int = 2, scale: int = 1, jitter: int = 0, odd: bool = False
+    seed: int,
+    *,
+    num_units: int,
+    num_options: int = 2,
+    scale: int = 1,
+    jitter: int = 0,
+    odd: bool = False,
+    once: Collection[int] = (),
 ) -> Problem:
     """Unequal in everything: seconds, held bytes, transients, outputs, gradients, parameters.
 
-    ``odd`` lets options differ in their forwards too, so that keeping everything need not be fastest.
+    ``odd`` lets options differ in their forwards too, so that keeping everything need not be fastest; the
+    units in ``once`` run once.
     """
     rng = random.Random(seed)
 
@@ -56,6 +65,7 @@ def random_problem(
                 output_bytes=size(1, 6),
                 gradient_bytes=size(1, 6),
                 parameter_gradient_bytes=rng.choice([0, 0, 1, 3]) * scale,
+                runs_once=index in once,
             )
         )
     return Problem(
@@ -66,10 +76,12 @@ def random_problem(
     )
 
 
-def equal_problem(num_units: int, *, scale: int = 1, parameter_gradient_bytes: int = 0) -> Problem:
-    """A head, equal blocks with three options, and a loss."""
+def equal_problem(
+    num_units: int, *, scale: int = 1, parameter_gradient_bytes: int = 0, once: Collection[int] = ()
+) -> Problem:
+    """A head, equal blocks with three options, and a loss; the units in ``once`` run once."""
 
-    def block(name: str, forward_s: float, held: int, output: int) -> Unit:
+    def block(index: int, forward_s: float, held: int, output: int) -> Unit:
         def option(kind: str, held_bytes: int, extra_s: float) -> Option:
             return Option(
                 kind,
@@ -84,14 +96,16 @@ def equal_problem(num_units: int, *, scale: int = 1, parameter_gradient_bytes: i
         options = [option("keep", held, 0.0), option("half", held // 2, 0.4 * forward_s)]
         options.append(option("recompute", 0, forward_s))
         return Unit(
-            name,
+            f"u{index}",
             options,
             output_bytes=output * scale,
             parameter_gradient_bytes=parameter_gradient_bytes * scale,
+            runs_once=index in once,
         )
 
-    blocks = [block(f"block{index}", 3.0, 14, 2) for index in range(num_units - 2)]
-    return Problem([block("head", 1.0, 3, 2), *blocks, block("loss", 2.0, 5, 1)], input_bytes=3 * scale)
+    blocks = [block(index, 3.0, 14, 2) for index in range(1, num_units - 1)]
+    loss = block(num_units - 1, 2.0, 5, 1)
+    return Problem([block(0, 1.0, 3, 2), *blocks, loss], input_bytes=3 * scale)
 
 
 @st.composite

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from planning.problems import small_problems
+from planning.problems import random_problem, small_problems
 from planning.test_simulate import link_problem, skip_problem, spill
 
 from recoup.errors import EncodingError
@@ -37,6 +37,18 @@ def test_links_skips_and_every_action_round_trip() -> None:
         assert from_json(to_json(value)) == value
     actions = Schedule([Drop(1, value=Value.OUTPUT), Wait(2, value=Value.HELD)])
     assert from_json(to_json(actions, indent=2)) == actions
+
+
+def test_units_that_run_once_round_trip_and_old_files_have_none() -> None:
+    problem = random_problem(3, num_units=4, once=[0, 3])
+    again = from_json(to_json(problem))
+    assert again == problem
+    assert isinstance(again, Problem)
+    assert [unit.runs_once for unit in again.units] == [True, False, False, True]
+    text = to_json(problem).replace(', "runs_once": true', "")
+    assert from_json(text) == random_problem(3, num_units=4)
+    with pytest.raises(EncodingError, match="damaged: Unit 'u0': runs_once must be True or False; got 1"):
+        from_json(to_json(problem).replace('"runs_once": true', '"runs_once": 1', 1))
 
 
 def test_awkward_floats_survive() -> None:

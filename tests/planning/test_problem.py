@@ -31,6 +31,8 @@ def test_defaults_and_derived_figures() -> None:
     assert Unit("b", [KEEP], output_bytes=4).plain_transient_bytes == 9
     assert (KEEP.needs_forward, LIGHT.needs_forward) == (True, False)
     assert LIGHT.total_s == 5.0
+    assert (unit().runs_once, unit(runs_once=True).runs_once) == (False, True)
+    assert unit() != unit(runs_once=True)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,7 @@ def test_defaults_and_derived_figures() -> None:
         (lambda: Option("x", forward_s=1, backward_s=1, held_bytes=-1), "at least 0; got -1"),
         (lambda: Unit("a", [], output_bytes=1), "Unit 'a' has no options"),
         (lambda: Unit("a", [KEEP, KEEP], output_bytes=1), "option names must differ; got keep, keep"),
+        (lambda: unit(runs_once=1), "Unit 'a': runs_once must be True or False; got 1"),
         (lambda: unit(output_bytes=True), "output_bytes must be a whole number"),
         (lambda: Problem([]), "at least one unit"),
         (lambda: Problem([unit(), unit()]), "Two units are called 'a'"),

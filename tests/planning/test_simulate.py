@@ -33,8 +33,8 @@ def b(unit: int, option: int = 0) -> Backward:
     return Backward(unit, option=option)
 
 
-def chain(*, holds_output: bool = False) -> Problem:
-    """Three units; every number differs, and no two sums of them agree by accident."""
+def chain(*, holds_output: bool = False, once: int | None = None) -> Problem:
+    """Three units; every number differs, and no two sums of them agree by accident. ``once`` runs once."""
     rows = [(1.0, 10.0, 100, 7, 11), (2.0, 20.0, 200, 13, 17), (4.0, 40.0, 400, 19, 23)]
     units = []
     for index, (forward_s, backward_s, held, output, gradient) in enumerate(rows):
@@ -63,6 +63,7 @@ def chain(*, holds_output: bool = False) -> Problem:
                 output_bytes=output,
                 gradient_bytes=gradient,
                 parameter_gradient_bytes=1000 * (index + 1),
+                runs_once=index == once,
             )
         )
     return Problem(units, resident_bytes=50_000, input_bytes=500, input_gradient_bytes=29)
@@ -256,6 +257,40 @@ ALL = [keep(0), keep(1), keep(2), b(2), b(1), b(0)]
 def test_illegal_schedules_say_what_is_missing(actions: list[Action], match: str) -> None:
     with pytest.raises(ScheduleError, match=match):
         simulate(chain(), Schedule(actions))
+
+
+@pytest.mark.parametrize(
+    ("actions", "match"),
+    [
+        (
+            [keep(0), Forward(1)],
+            r"Action 1 \(F1\) is not legal: unit 1 \('u1'\) runs once, .* \(Keep.OPTION\)",
+        ),
+        ([keep(0), Forward(1, keep=Keep.INPUT)], r"\(F1i\) is not legal: unit 1 \('u1'\) runs once, so its"),
+        (
+            [keep(0), keep(1), keep(2), Drop(1, value=HELD), keep(1)],
+            r"Action 4 .*unit 1 \('u1'\) runs once, and its forward has already run",
+        ),
+        ([keep(0), keep(1, 1), Forward(1)], r"unit 1 \('u1'\) runs once, and its forward has already run"),
+        # Option 1 holds no bytes, but what ran under option 0 cannot end under another.
+        (
+            [keep(0), keep(1), keep(2), Drop(1, value=HELD), b(2), b(1, 1)],
+            r"nothing of option 'recompute' is held for unit 1 \('u1'\)",
+        ),
+    ],
+)
+def test_a_unit_that_runs_once_runs_once_and_under_an_option(actions: list[Action], match: str) -> None:
+    with pytest.raises(ScheduleError, match=match):
+        simulate(chain(once=1), Schedule(actions))
+
+
+@pytest.mark.parametrize("option", [0, 1])
+def test_a_unit_that_runs_once_may_choose_among_its_options(option: int) -> None:
+    # The others may run again around it; its own replay is its option's affair.
+    around = [Forward(0), keep(1, option), keep(2), b(2), b(1, option), keep(0), b(0)]
+    once, often = simulate(chain(once=1), Schedule(around)), simulate(chain(), Schedule(around))
+    assert once == often
+    assert once.num_recomputes == (1, option, 0)
 
 
 def test_the_error_carries_the_index() -> None:

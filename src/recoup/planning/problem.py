@@ -11,6 +11,8 @@ NOTE [ The memory model ]
        loss itself needs memory, make it the last unit.
     5. Parameter gradients appear when a unit's backward has run, and stay. What they need while it runs
        belongs to the backward's transient.
+    6. A unit that ``runs_once`` is code that only the model itself can run, or has an output that code
+       outside the units reads too. What its one forward leaves (output, held bytes) cannot be made again.
 
 ``simulate`` is the reference for all of it.
 """
@@ -153,6 +155,9 @@ class Unit:
         parameter_gradient_bytes: that appear when its backward has run, and stay.
         skips: indices of earlier units, other than its neighbour, whose outputs it also reads.
         output_links: names of the links over which its output may leave.
+        runs_once: whether its forward cannot be run again by an action. It then runs exactly once, under one
+            of its options (``Keep.OPTION``), and is never part of a sweep that keeps nothing. What an option
+            replays in the backward by itself (``extra_s``) is its own affair.
 
     >>> keep = Option("keep", forward_s=1, backward_s=1, holds_output=True)
     >>> Unit("relu", [keep], output_bytes=8).gradient_bytes
@@ -166,6 +171,7 @@ class Unit:
     parameter_gradient_bytes: int = field(default=0, kw_only=True)
     skips: tuple[int, ...] = field(default=(), kw_only=True)
     output_links: tuple[str, ...] = field(default=(), kw_only=True)
+    runs_once: bool = field(default=False, kw_only=True)
 
     def __init__(
         self,
@@ -177,6 +183,7 @@ class Unit:
         parameter_gradient_bytes: int = 0,
         skips: Sequence[int] = (),
         output_links: Sequence[str] = (),
+        runs_once: bool = False,
     ) -> None:
         set_field = object.__setattr__
         set_field(self, "name", name)
@@ -186,6 +193,7 @@ class Unit:
         set_field(self, "parameter_gradient_bytes", parameter_gradient_bytes)
         set_field(self, "skips", tuple(skips))
         set_field(self, "output_links", tuple(output_links))
+        set_field(self, "runs_once", runs_once)
         self._validate()
 
     def _validate(self) -> None:
@@ -197,6 +205,8 @@ class Unit:
             gradient_bytes=self.gradient_bytes,
             parameter_gradient_bytes=self.parameter_gradient_bytes,
         )
+        if not isinstance(self.runs_once, bool):
+            raise ProblemError(f"{owner}: runs_once must be True or False; got {self.runs_once!r}.")
         if not self.options:
             raise ProblemError(f"{owner} has no options. Give at least one, such as Option('keep', …).")
         names = [option.name for option in self.options]
@@ -216,6 +226,7 @@ class Unit:
         forward_transient_bytes: int = 0,
         backward_transient_bytes: int = 0,
         parameter_gradient_bytes: int = 0,
+        runs_once: bool = False,
     ) -> Unit:
         """Makes a unit with the two usual options, ``"keep"`` and ``"recompute"``.
 
@@ -248,6 +259,7 @@ class Unit:
             (keep, recompute),
             output_bytes=output_bytes,
             parameter_gradient_bytes=parameter_gradient_bytes,
+            runs_once=runs_once,
         )
 
     @property

@@ -114,6 +114,8 @@ class _Machine:
             raise self.error(
                 f"the backward of {self.name(index)} has already run, so nothing reads this forward"
             )
+        if unit.runs_once:
+            self.check_once(action)
         if action.option is not None and index in self.held_option:
             raise self.error(f"{self.name(index)} already holds the results of a forward; drop them first")
         if self.outputs.get(index, _DEVICE) != _DEVICE:
@@ -136,6 +138,16 @@ class _Machine:
             self.add_gradient(index)
         self.free_unread(index)
         self.ledger.note(index, "after")
+
+    def check_once(self, action: Forward) -> None:
+        """Checks a forward of a unit that runs once."""
+        name = self.name(action.unit)
+        if self.num_forwards[action.unit]:
+            raise self.error(f"{name} runs once, and its forward has already run")
+        if action.option is None:
+            raise self.error(
+                f"{name} runs once, so its forward has to hold what one of its options holds (Keep.OPTION)"
+            )
 
     def backward(self, action: Backward) -> None:
         """Runs a backward, with its option's replay, and frees what only it needed."""
@@ -184,7 +196,8 @@ class _Machine:
     def read_held(self, unit: int, index: int) -> None:
         """Checks that what a backward's option needs from its forward is there."""
         option, kept = self.units[unit].options[index], self.held_option.get(unit)
-        if kept is None and option.needs_forward:
+        # A unit that runs once runs under one option: its backward is that of its forward.
+        if kept is None and (option.needs_forward or self.units[unit].runs_once):
             raise self.error(f"nothing of option {option.name!r} is held for {self.name(unit)}")
         if kept is not None and kept != index:
             name = self.units[unit].options[kept].name
