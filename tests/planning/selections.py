@@ -29,9 +29,14 @@ def random_option(rng: random.Random, name: str, *, links: tuple[str, ...] = ())
 
 
 def random_problem(
-    rng: random.Random, *, num_units: int, max_options: int = 3, links: tuple[Link, ...] = ()
+    rng: random.Random,
+    *,
+    num_units: int,
+    max_options: int = 3,
+    links: tuple[Link, ...] = (),
+    share_once: float = 0.0,
 ) -> Problem:
-    """Unequal everything, skips included."""
+    """Unequal everything, skips included; about ``share_once`` of the units run once."""
     names = tuple(link.name for link in links)
     units = []
     for index in range(num_units):
@@ -45,6 +50,7 @@ def random_problem(
                 parameter_gradient_bytes=rng.choice([0, rng.randint(0, 40)]),
                 skips=[source for source in range(index - 1) if rng.random() < 0.3],
                 output_links=names if rng.random() < 0.5 else (),
+                runs_once=share_once > 0 and rng.random() < share_once,
             )
         )
     return Problem(
@@ -86,7 +92,10 @@ def one_option_schedules(problem: Problem) -> Iterator[Schedule]:
                 Forward(index, keep=Keep.OPTION, option=position),
                 Backward(index, option=position),
             )
-            own += [(kept, [backward]), (plain, [kept, backward])]
+            own.append((kept, [backward]))
+            if unit.runs_once:
+                continue
+            own.append((plain, [kept, backward]))
             if not option.needs_forward:
                 own.append((plain, [backward]))
         ways.append(own)

@@ -65,7 +65,8 @@ def test_the_solver_works_in_plan() -> None:
 @given(seed=seeds)
 def test_brute_force_finds_nothing_better(seed: int) -> None:
     rng = random.Random(seed)
-    problem = random_problem(rng, num_units=rng.randint(1, 6), max_options=2)
+    share_once = rng.choice([0.0, 0.0, 0.4])
+    problem = random_problem(rng, num_units=rng.randint(1, 6), max_options=2, share_once=share_once)
     figures = brute_force(problem) if problem.num_units < 5 else brute_force_of_two(problem)
     prepared = PreparedSelect(problem, time_limit_s=1)
     smallest = min(peak_bytes for peak_bytes, _ in figures)
@@ -96,6 +97,7 @@ def brute_force_of_two(problem: Problem) -> list[tuple[int, float]]:
             gradient_bytes=unit.gradient_bytes,
             parameter_gradient_bytes=unit.parameter_gradient_bytes,
             skips=unit.skips,
+            runs_once=unit.runs_once,
         )
         for unit in problem.units
     ]

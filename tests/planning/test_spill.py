@@ -133,7 +133,10 @@ def links_of(rng: random.Random) -> tuple[Link, ...]:
 @given(seed=seeds)
 def test_never_over_budget_never_worse_than_without_links_and_monotone(seed: int) -> None:
     rng = random.Random(seed)
-    problem = random_problem(rng, num_units=rng.randint(1, 6), max_options=2, links=links_of(rng))
+    num_units, share_once = rng.randint(1, 6), rng.choice([0.0, 0.0, 0.4])
+    problem = random_problem(
+        rng, num_units=num_units, max_options=2, links=links_of(rng), share_once=share_once
+    )
     prepared = PreparedSpill(problem, time_limit_s=0.02)
     low, high = prepared.smallest_bytes, prepared.without.selector.fastest_bytes
     assert prepared.best(low - 1) is None

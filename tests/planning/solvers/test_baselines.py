@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planning.problems import random_problem
 
@@ -31,6 +33,19 @@ def test_golden_traces() -> None:
     assert trace(one_option_each(blocks(3), [1, -1, 0])) == "F0:1 F1i F2:0 B2 F1:0 B1 B0"
 
 
+def test_units_that_run_once_are_kept_between_segments() -> None:
+    def problem(num_units: int, *once: int) -> Problem:
+        return Problem([replace(u, runs_once=i in once) for i, u in enumerate(blocks(num_units).units)])
+
+    assert trace(keep_all(problem(3, 1))) == "F0:0 F1:0 F2:0 B2 B1 B0"
+    # Unit 3 is followed by nothing but what is kept, so it is kept too.
+    expected = "F0:0 F1i F2 F3:0 F4:0 B4 B3 F1:0 F2:0 B2 B1 B0"
+    assert trace(every(problem(5, 0, 4), 2)) == expected
+    assert trace(every(problem(5, 1), 2)) == "F0 F1:0 F2i F3 F4:0 B4 F2:0 F3:0 B3 B2 B1 F0:0 B0"
+    assert trace(every(problem(2, 0, 1), 2)) == "F0:0 F1:0 B1 B0"
+    assert trace(greedy(problem(3, 0, 1, 2))[-1]) == "F0:1 F1:1 F2:1 B2 B1 B0"
+
+
 def test_sqrt_uses_whole_roots() -> None:
     assert [trace(sqrt_segments(blocks(n))).split().index("B" + str(n - 1)) for n in (1, 4, 9, 10)] == [
         1,
@@ -48,17 +63,18 @@ def test_greedy_frees_the_cheapest_bytes_first() -> None:
     assert [result.seconds for result in results] == [18.0, 19.0, 21.0, 24.0, 28.0]
 
 
-def skips() -> Problem:
+def skips(*once: int) -> Problem:
     def unit(index: int, *sources: int) -> Unit:
         keep = Option("keep", forward_s=1 + index, backward_s=1, held_bytes=30)
-        return Unit(f"u{index}", [keep], output_bytes=4 + index, skips=sources)
+        return Unit(f"u{index}", [keep], output_bytes=4 + index, skips=sources, runs_once=index in once)
 
     return Problem([unit(0), unit(1), unit(2), unit(3), unit(4, 1), unit(5, 0), unit(6, 2, 3)])
 
 
 @pytest.mark.parametrize("solver", BASELINES, ids=lambda solver: solver.name)
 def test_every_baseline_is_legal_with_and_without_skips(solver: object) -> None:
-    for problem in (skips(), random_problem(1, num_units=9, num_options=3)):
+    once = random_problem(1, num_units=9, num_options=3, once=(0, 4, 8))
+    for problem in (skips(), skips(2, 6), random_problem(1, num_units=9, num_options=3), once):
         prepared = solver.prepare(problem, time_limit_s=1.0)  # type: ignore[attr-defined]
         smallest = prepared.smallest_bytes
         assert prepared.best(smallest - 1) is None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import checkpoint_schedules
 import pytest
@@ -102,6 +103,7 @@ def test_as_a_solver_the_peak_grows_with_the_slots() -> None:
     assert num_forwards(found.schedule) == min(
         30 + extra_forwards(30, num_slots=slots) for slots in range(1, 31) if peaks[slots - 1] <= peaks[4]
     )
+    assert not RevolveSolver().applies(Problem([replace(unit, runs_once=True) for unit in problem.units]))
     assert not RevolveSolver().applies(
         Problem([*problem.units, Unit("x", steps(1).units[0].options, output_bytes=2)])
     )

@@ -3,7 +3,8 @@
 Each baseline is a family of schedules that does not depend on the budget; its answer is the fastest member
 that fits, so that more bytes never cost more seconds. Segments follow Chen, Xu, Zhang, Guestrin: Training
 deep nets with sublinear memory cost (2016); the last segment is not replayed, since its backward comes at
-once. An output that a later unit reads by a skip stays until that unit's backward has run.
+once. An output that a later unit reads by a skip stays until that unit's backward has run. A unit that
+``runs_once`` ends a segment and is kept.
 """
 
 from __future__ import annotations
@@ -51,24 +52,35 @@ def every(problem: Problem, length: int) -> Schedule:
     >>> print(every(Problem(units), 2))
     F0 F1 F2:0 F3:0 B3 B2 F0:0 F1:0 B1 B0
     """
-    num_units = problem.num_units
-    starts = list(range(0, num_units, length))
+    segments = _segments(problem, length)
+    passing = [segment.start for segment in segments if not problem.units[segment.start].runs_once]
+    # All that follows this one is kept anyway, so its own backward comes before anything is replayed.
+    last_passing = max(passing, default=0)
     skipped = {source for unit in problem.units for source in unit.skips}
     forwards: list[Action] = []
     backwards: list[Action] = []
-    for first in starts:
-        units = range(first, min(first + length, num_units))
+    for units in segments:
         kept = [(unit, fastest_option(problem.units[unit])) for unit in units]
         keeping = [Forward(unit, keep=Keep.OPTION, option=option) for unit, option in kept]
-        is_last = first == starts[-1]
+        is_replayed = units.start < last_passing and not problem.units[units.start].runs_once
         forwards += (
-            keeping
-            if is_last
-            else [_passing(unit, keeps_input=unit == first or unit - 1 in skipped) for unit in units]
+            [_passing(unit, keeps_input=unit == units.start or unit - 1 in skipped) for unit in units]
+            if is_replayed
+            else keeping
         )
-        replay = [] if is_last else keeping
+        replay = keeping if is_replayed else []
         backwards = [*replay, *(Backward(unit, option=option) for unit, option in reversed(kept)), *backwards]
     return Schedule([*forwards, *backwards])
+
+
+def _segments(problem: Problem, length: int) -> list[range]:
+    """Segments of ``length`` units; units that run once are segments of their own."""
+    starts = [0]
+    for unit in range(1, problem.num_units):
+        is_apart = problem.units[unit].runs_once or problem.units[unit - 1].runs_once
+        if is_apart or unit - starts[-1] == length:
+            starts.append(unit)
+    return [range(first, stop) for first, stop in pairwise([*starts, problem.num_units])]
 
 
 def _passing(unit: int, *, keeps_input: bool) -> Forward:
@@ -78,7 +90,7 @@ def _passing(unit: int, *, keeps_input: bool) -> Forward:
 
 def keep_all(problem: Problem) -> Schedule:
     """Everything stays, under each unit's fastest option."""
-    return every(problem, problem.num_units)
+    return one_option_each(problem, map(fastest_option, problem.units))
 
 
 def sqrt_segments(problem: Problem) -> Schedule:
@@ -88,6 +100,8 @@ def sqrt_segments(problem: Problem) -> Schedule:
 
 def one_option_each(problem: Problem, choices: Iterable[int]) -> Schedule:
     """Every unit under one option; ``-1`` keeps a unit's input only and replays it before its backward.
+
+    A unit that runs once must have an option.
 
     >>> unit = Unit.keep_or_recompute("a", forward_s=1, backward_s=2, held_bytes=9, output_bytes=1)
     >>> print(one_option_each(Problem([unit]), [-1]))
@@ -140,7 +154,8 @@ def _ladder(unit: Unit) -> list[tuple[int, float, int]]:
     """A unit's choices (held bytes, seconds, option) from its fastest down, each step dearer."""
     fastest = unit.options[fastest_option(unit)]
     choices = [(option.held_bytes, option.total_s, index) for index, option in enumerate(unit.options)]
-    choices.append((0, unit.lightest.forward_s + fastest.total_s, REPLAY))
+    if not unit.runs_once:
+        choices.append((0, unit.lightest.forward_s + fastest.total_s, REPLAY))
     choices.sort(key=lambda choice: (-choice[0], choice[1], -choice[2]))
     ladder = [(fastest.held_bytes, fastest.total_s, fastest_option(unit))]
     for choice in choices:

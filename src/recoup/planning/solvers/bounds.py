@@ -2,7 +2,8 @@
 
 Look at the moment when the backward starts. Every unit either holds the results of an option there, or holds
 nothing and will have to run its forward again (or to run an option that needs only its input). Its output is
-there, or will have to be made again for the next unit's backward. All that is there must fit. Who holds what
+there, or will have to be made again for the next unit's backward; a unit that runs once must have both there,
+its output and what an option holds. All that is there must fit. Who holds what
 is then a multiple-choice knapsack, and its linear relaxation is solved by sorting (Sinha and Zoltners, The
 multiple-choice knapsack problem, 1979). Every legal schedule satisfies the relaxation, whatever it drops,
 replays or moves: bytes that may leave over a link count as none.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from recoup.planning.problem import Problem, Unit
+from recoup.planning.problem import Option, Problem, Unit
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound
 
 __all__ = ["relaxed_bound"]
@@ -31,6 +32,7 @@ def relaxed_bound(problem: Problem, budget_bytes: int) -> Bound:
     steps: list[tuple[float, int]] = []
     for unit in problem.units:
         hull = _hull(_choices(unit, is_last=unit is problem.units[-1]))
+        room -= hull[0][0]
         seconds.append(hull[0][1])
         for (bytes_a, seconds_a), (bytes_b, seconds_b) in pairwise(hull):
             steps.append(((seconds_a - seconds_b) / (bytes_b - bytes_a), bytes_b - bytes_a))
@@ -49,18 +51,25 @@ def _choices(unit: Unit, *, is_last: bool) -> list[tuple[int, float]]:
     # The last output is not read again; another one may be elsewhere.
     output_bytes = 0 if is_last or unit.output_links else unit.output_bytes
     output_s = 0.0 if is_last else forward_s
+    if unit.runs_once:
+        return [(_held_bytes(option) + output_bytes, option.total_s) for option in unit.options]
     choices = [
         (output_bytes, forward_s + min([total_s, *direct])),
         (0, forward_s + min([total_s, *(seconds + output_s for seconds in direct)])),
     ]
     for option in unit.options:
-        held_bytes = 0 if option.held_links else option.held_bytes
+        held_bytes = _held_bytes(option)
         choices += [(held_bytes + output_bytes, option.total_s), (held_bytes, option.total_s + output_s)]
     return choices
 
 
+def _held_bytes(option: Option) -> int:
+    """What an option holds that cannot leave over a link."""
+    return 0 if option.held_links else option.held_bytes
+
+
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The lower convex hull of bytes against seconds, from no bytes to the fewest seconds."""
+    """The lower convex hull of bytes against seconds, from the fewest bytes to the fewest seconds."""
     hull: list[tuple[int, float]] = []
     for num_bytes, seconds in sorted(points):
         if hull and (num_bytes == hull[-1][0] or seconds >= hull[-1][1]):

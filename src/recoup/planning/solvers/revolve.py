@@ -123,10 +123,13 @@ class RevolveSolver(Solver):
     schedules = PERSISTENT_SCHEDULES
 
     def applies(self, problem: Problem) -> bool:
-        """All units are equal but for their names, and there are no skips."""
+        """All units are equal but for their names, may run again, and there are no skips."""
         first = unit_numbers(problem, 0)
-        return not problem.has_skips and all(
-            unit_numbers(problem, i) == first for i in range(problem.num_units)
+        has_once = any(unit.runs_once for unit in problem.units)
+        return (
+            not problem.has_skips
+            and not has_once
+            and all(unit_numbers(problem, i) == first for i in range(problem.num_units))
         )
 
     def prepare(self, problem: Problem, *, time_limit_s: float) -> Prepared:

@@ -1,9 +1,10 @@
 """``select``: the best option for every unit under one budget, skips included, without nested replay.
 
 The class: all forwards in order, then all backwards, each unit under one option; a unit may also keep only
-its input and run its forward again right before its own backward. In that class the whole peak constraint is
-one row per unit (NOTE [ One constraint per unit ] in ``select_levels``), and choosing is an integer program:
-a multiple-choice knapsack whose room shrinks along the chain. Three ways to solve it, all exact:
+its input and run its forward again right before its own backward, unless it ``runs_once``. In that class the
+whole peak constraint is one row per unit (NOTE [ One constraint per unit ] in ``select_levels``), and
+choosing is an integer program: a multiple-choice knapsack whose room shrinks along the chain. Three ways to
+solve it, all exact:
 
 1. *Labels* (the rule). HiGHS solves the relaxation with rows on demand and equal units together
    (``select_prices``); its prices bound every partial selection so well that few are left, and those are

@@ -2,8 +2,9 @@
 
 NOTE [ One constraint per unit ]
     A selection runs all forwards in order and then all backwards; a unit may run its forward a second time
-    right before its backward, and nothing else is replayed. All moments of the step that concern unit *i*
-    (its forward, its replay, its backward, and the level that the backward before it left) have the form
+    right before its backward (unless it ``runs_once``), and nothing else is replayed. All moments of the step
+    that concern unit *i* (its forward, its replay, its backward, and the level that the backward before it
+    left) have the form
 
         constant of the moment + H_i + something that only the choice for unit i decides,
 
@@ -239,6 +240,8 @@ def all_choices(problem: Problem) -> list[list[Choice]]:
             plain_s, own_s = unit.lightest.forward_s, (option.forward_s, option.extra_s, option.backward_s)
             held_bytes, kept_s, again_s = option.held_bytes, math.fsum(own_s), math.fsum((plain_s, *own_s))
             choices.append(Choice(position, Run.KEPT, held_bytes, kept_need, back_need, kept_s))
+            if unit.runs_once:
+                continue
             if not option.needs_forward:
                 direct_s = math.fsum((plain_s, *own_s[1:]))
                 choices.append(Choice(position, Run.PLAIN, 0, plain_need, back_need, direct_s))
