@@ -55,8 +55,8 @@ class Search:
             if state.kept >> index:
                 continue  # persistent: nothing that leads to a kept value is run again while it is kept
             unit = self.units[index]
-            choices: list[Forward] = [Forward(index)]
-            if index:
+            choices: list[Forward] = [] if unit.runs_once else [Forward(index)]
+            if index and not unit.runs_once:
                 choices.append(Forward(index, keep=Keep.INPUT))
             if state.held[index] == NONE:
                 choices += [Forward(index, keep=Keep.OPTION, option=k) for k in range(len(unit.options))]
@@ -97,7 +97,8 @@ class Search:
         unit = self.units[index]
         source_bytes = self.units[index - 1].gradient_bytes if index else self.problem.input_gradient_bytes
         for k, option in enumerate(unit.options):
-            if state.held[index] not in (NONE, k) or (state.held[index] == NONE and option.needs_forward):
+            needs_forward = option.needs_forward or unit.runs_once
+            if state.held[index] not in (NONE, k) or (state.held[index] == NONE and needs_forward):
                 continue
             extra = max(option.replay_transient_bytes, source_bytes + option.backward_transient_bytes)
             if self.live_bytes(state) + extra > self.budget_bytes:
@@ -115,7 +116,8 @@ class Search:
             bit = 1 << index
             if state.outputs & bit and not state.kept & bit and not self.pinned(state.held, index):
                 yield 0.0, state._replace(outputs=state.outputs & ~bit), Drop(index, value=Value.OUTPUT)
-            if state.held[index] != NONE and not self.persistent:
+            # What a unit that runs once holds is never dropped: a second forward would not be legal.
+            if state.held[index] != NONE and not self.persistent and not self.units[index].runs_once:
                 held = (*state.held[:index], NONE, *state.held[index + 1 :])
                 is_read_later = state.next_backward > index and index < self.n - 1
                 outputs = state.outputs if is_read_later else state.outputs & ~bit

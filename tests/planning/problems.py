@@ -110,10 +110,12 @@ def equal_problem(
 
 @st.composite
 def small_problems(draw: st.DrawFn, *, max_units: int, max_options: int = 3) -> Problem:
-    """Random chains small enough for the brute force."""
+    """Random chains small enough for the brute force; any of their units may run once."""
+    num_units = draw(st.integers(1, max_units))
     return random_problem(
         draw(st.integers(0, 10**6)),
-        num_units=draw(st.integers(1, max_units)),
+        num_units=num_units,
+        once=draw(st.sets(st.integers(0, num_units - 1))),
         num_options=draw(st.integers(1, max_options)),
         odd=draw(st.booleans()),
     )

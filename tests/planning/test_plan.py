@@ -83,6 +83,21 @@ def test_more_bytes_never_cost_more_seconds(seed: int) -> None:
         previous = found.predicted.seconds
 
 
+def test_every_solver_lets_units_run_once() -> None:
+    chain = random_problem(7, num_units=9, num_options=3, once=(0, 4, 8))
+    for problem in (chain, skips(0, 3, 6)):
+        applying = [solver for solver in SOLVERS if solver.applies(problem)]
+        smallest = minimum_budget(problem)
+        for solver in applying:
+            own = minimum_budget(problem, solvers=[solver])
+            found = plan(problem, own, solvers=[solver])
+            assert own >= smallest
+            assert found.predicted.peak_bytes <= own
+        assert plan(problem, smallest).predicted.peak_bytes <= smallest
+        with pytest.raises(BudgetError, match=f"The smallest feasible budget is .*{smallest} bytes"):
+            plan(problem, smallest - 1)
+
+
 def test_the_frontier_is_what_plan_says() -> None:
     points = frontier(blocks())
     assert points[0].budget_bytes == minimum_budget(blocks())

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import random
 import warnings
+from dataclasses import replace
 
 import checkpoint_schedules
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from planning.brute_force import brute_force
 from planning.problems import budgets_between, random_problem, small_problems
 
-from recoup.planning import Option, Problem, Unit, simulate, trace
+from recoup.planning import Option, Problem, Unit, minimum_budget, simulate, trace
 from recoup.planning.solvers.chain import ChainSolver, solve_chain
 from recoup.planning.solvers.chain_prepared import PreparedChain
 
@@ -52,6 +54,41 @@ def test_nothing_persistent_is_better_with_five_units(seed: int) -> None:
 
 def test_nothing_persistent_is_better_with_six_units() -> None:
     check_against_brute_force(random_problem(3, num_units=6, num_options=2))
+
+
+@pytest.mark.parametrize("once", [(0, 5), (5,), (2, 5), (0, 3), (0, 1, 4, 5)], ids=str)
+def test_nothing_persistent_is_better_with_six_units_of_which_some_run_once(once: tuple[int, ...]) -> None:
+    problem = random_problem(len(once), num_units=6, num_options=2, odd=once == (2, 5), once=once)
+    check_against_brute_force(problem)
+    prepared = PreparedChain(problem, num_levels=1000)
+    assert prepared.smallest_bytes == minimum_budget(problem)
+
+
+def test_units_that_run_once_are_never_swept_over() -> None:
+    # The five blocks of the golden traces, where a sweep over units 0 and 1 is best in 100 bytes (36 s).
+    units = [replace(unit, runs_once=index in (1, 4)) for index, unit in enumerate(golden().units)]
+    problem = Problem(units, input_bytes=3)
+    candidate = solve_chain(problem, budget_bytes=100)
+    assert candidate is not None
+    assert simulate(problem, candidate.schedule).seconds == 37.0
+    assert trace(candidate.schedule) == "F0:1 F1:0 F2:1 F3:0 F4:0 B4 B3 B2 B1 B0"
+    # The backward of unit 2 beside both outputs before it: 3 + 4 + 6, its gradients 2 + 6, its replay 50.
+    assert PreparedChain(problem, num_levels=100).smallest_bytes == 71
+    assert PreparedChain(golden(), num_levels=100).smallest_bytes == 67
+
+
+def test_a_last_unit_that_runs_once_holds_its_option() -> None:
+    # Its plain forward would be faster than its option's, but leaves nothing for a backward.
+    options = [Option("slow", forward_s=5.0, backward_s=1.0), Option("big", forward_s=2.0, backward_s=9.0)]
+    often = Problem([Unit("loss", options[::-1], output_bytes=1)])
+    once = Problem([Unit("loss", options[::-1], output_bytes=1, runs_once=True)])
+    figures = []
+    for problem in (often, once):
+        candidate = solve_chain(problem, budget_bytes=100)
+        assert candidate is not None
+        assert candidate.bound is not None
+        figures.append((trace(candidate.schedule), candidate.bound.seconds))
+    assert figures == [("F0 B0", 3.0), ("F0:1 B0", 6.0)]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -122,7 +159,8 @@ def test_golden_traces(budget_bytes: int, seconds: float, expected: str) -> None
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), num_levels=st.sampled_from([30, 60, 120]))
 def test_rounding_never_passes_the_budget_nor_the_bound(seed: int, num_levels: int) -> None:
-    problem = random_problem(seed, num_units=14, num_options=3, scale=10_007, jitter=5_000)
+    once = {0: (), 1: (0, 13), 2: (0, 6, 13)}[seed % 3]
+    problem = random_problem(seed, num_units=14, num_options=3, scale=10_007, jitter=5_000, once=once)
     prepared = PreparedChain(problem, num_levels=num_levels)
     assert not prepared.is_exact
     fine = PreparedChain(problem, num_levels=3000)
@@ -144,7 +182,8 @@ def test_rounding_never_passes_the_budget_nor_the_bound(seed: int, num_levels: i
 
 def test_the_smallest_budget_is_feasible_to_the_byte() -> None:
     for seed in range(20):
-        problem = random_problem(seed, num_units=12, num_options=2, scale=1009, jitter=997)
+        once = random.Random(seed).sample(range(12), seed % 4)
+        problem = random_problem(seed, num_units=12, num_options=2, scale=1009, jitter=997, once=once)
         prepared = PreparedChain(problem, num_levels=40)
         candidate = prepared.best(prepared.smallest_bytes)
         assert candidate is not None

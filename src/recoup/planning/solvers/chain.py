@@ -15,7 +15,8 @@ Rockmate (ICML 2023). Departures: the sweep to a cut needs room only for the uni
 gradients appear as the backward proceeds; the last output's gradient appears only after the last forward; an
 option that needs only its input runs without a forward of its own; feasibility is exact in bytes at any level
 size (``chain_floors``); a table rounded down proves a bound, and one rounded to the nearest finds better
-schedules than the one rounded up, each checked by simulation (NOTE [ Levels ] in ``chain_table``). Long
+schedules than the one rounded up, each checked by simulation (NOTE [ Levels ] in ``chain_table``); units that
+run once are never swept over (NOTE [ Units that run once ] in ``chain_floors``). Long
 chains are planned in groups (``chain_groups``) and, where most units are equal, by parts that share rows
 (``chain_runs``).
 """

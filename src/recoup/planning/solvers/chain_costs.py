@@ -94,6 +94,10 @@ class ChainCosts:
         plain = np.array([unit.plain_transient_bytes for unit in units], dtype=np.int64)
         self.first_bytes = self.output_bytes + plain
         self.sweep_bytes = self.first_bytes + np.concatenate([[0], self.output_bytes[:-1]])
+        #: The first unit from s on that runs once; one past the last unit if there is none.
+        self.next_once = [self.num_units] * (self.num_units + 1)
+        for index in reversed(range(self.num_units)):
+            self.next_once[index] = index if units[index].runs_once else self.next_once[index + 1]
         self.options = [self._options(problem, index) for index in range(self.num_units)]
         self.fastest = [min(options, key=lambda o: (o.total_s, o.kept_bytes)) for options in self.options]
         self.closing = [self._closing(options) for options in self.options]
@@ -122,11 +126,11 @@ class ChainCosts:
                 kept_bytes=kept_bytes,
                 forward_bytes=kept_bytes + option.forward_transient_bytes,
                 backward_bytes=after_bytes + max(read_bytes + run_bytes, left_bytes),
-                is_direct=not option.needs_forward and index < self.num_units - 1,
+                is_direct=not (option.needs_forward or unit.runs_once or index == self.num_units - 1),
             )
 
         found = [costs(position, option) for position, option in enumerate(unit.options)]
-        if index == self.num_units - 1:
+        if index == self.num_units - 1 and not unit.runs_once:
             plain_bytes = unit.output_bytes + unit.plain_transient_bytes
             plain_s = unit.lightest.forward_s
             found += [
@@ -142,6 +146,10 @@ class ChainCosts:
             return (option.closing_s, option.backward_bytes)
 
         return min(options, key=key)
+
+    def is_never(self, first: int, last: int) -> bool:
+        """Whether a part can never be run: see NOTE [ Units that run once ] in ``chain_floors``."""
+        return last < self.num_units - 1 and self.next_once[first] <= last
 
     def sweep_needs(self, first: int) -> Ints:
         """``[i]``: bytes beyond ``before_bytes`` to run ``first`` … ``first + i`` and keep nothing."""

@@ -2,6 +2,12 @@
 
 These are not discretised. They make the tables exact at the edge of feasibility, and let them skip all
 memory levels at which a part of the chain cannot run or already runs as fast as it ever will.
+
+NOTE [ Units that run once ]
+    A part that ends before the chain does is the left part of some cut, or lies in one: it is run after a
+    sweep over all of its units. So if one of them ``runs_once``, there is no such part: its least bytes are
+    ``NEVER``, its seconds infinite, and with it goes every cut whose sweep would run that unit. In parts that
+    reach the end of the chain, a unit that runs once has nothing left but its options.
 """
 
 from __future__ import annotations
@@ -10,7 +16,10 @@ import numpy as np
 
 from recoup.planning.solvers.chain_costs import ChainCosts, Ints, OptionCosts
 
-__all__ = ["ChainFloors"]
+__all__ = ["NEVER", "ChainFloors"]
+
+#: More bytes than any budget, with room to add a few.
+NEVER = 1 << 62
 
 
 class ChainFloors:
@@ -53,6 +62,9 @@ class ChainFloors:
         needs = costs.sweep_needs(first)
         input_bytes = int(costs.output_bytes[first - 1]) if first else 0
         for last in range(first, n):
+            if costs.is_never(first, last):
+                least[last - first] = full[last - first] = self.right[last][first] = NEVER
+                continue
             floor = min(self._option_floor(option, first, last) for option in costs.options[first])
             num_cuts = last - first
             if num_cuts:

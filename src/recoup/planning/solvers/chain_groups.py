@@ -3,13 +3,15 @@
 A group's options are a few ways to run its units, one option each (from keeping everything down to keeping
 only inputs), and one that keeps only the group's input and replays it whole. What they hold and need is
 measured by simulating the group alone, so a plan for the groups is a plan for the units that needs no more
-bytes. Cuts inside a group are lost: this is a restriction, and plans found this way claim no optimality.
-Planning a hierarchy of sub-graphs is the idea of the successors of Rockmate; here the groups are fixed.
+bytes. A group with a unit that ``runs_once`` runs once itself, so those units get groups of their own as far
+as the number of groups allows. Cuts inside a group are lost: this is a restriction, and plans found this way
+claim no optimality. Planning a hierarchy of sub-graphs is the idea of the successors of Rockmate; here the
+groups are fixed.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from recoup.planning.actions import Action, Backward, Forward, Keep
@@ -80,9 +82,11 @@ def _choice_forward(unit: int, choice: int) -> Forward:
 
 
 def group_chain(problem: Problem, *, num_groups: int) -> Grouping:
-    """Groups neighbouring units into at most ``num_groups`` groups of nearly equal length."""
-    length = -(-problem.num_units // num_groups)
-    starts = [*range(0, problem.num_units, length), problem.num_units]
+    """Groups neighbouring units into at most ``num_groups`` groups.
+
+    They are nearly equal in length, but for units that run once, which are groups apart.
+    """
+    starts = _group_starts(problem, num_groups)
     known: dict[object, tuple[_Mix, ...]] = {}
     mixes, units = [], []
     for group, (start, stop) in enumerate(pairwise(starts)):
@@ -100,6 +104,7 @@ def group_chain(problem: Problem, *, num_groups: int) -> Grouping:
                 output_bytes=members[-1].output_bytes,
                 gradient_bytes=members[-1].gradient_bytes,
                 parameter_gradient_bytes=sum(unit.parameter_gradient_bytes for unit in members),
+                runs_once=any(unit.runs_once for unit in members),
             )
         )
     groups = Problem(
@@ -111,14 +116,49 @@ def group_chain(problem: Problem, *, num_groups: int) -> Grouping:
     return Grouping(groups, problem, tuple(starts), tuple(mixes))
 
 
+def _group_starts(problem: Problem, num_groups: int) -> list[int]:
+    """Where groups begin, and the end of the last one.
+
+    Short stretches between units that run once join these until the number of groups suffices: within them,
+    little can be swept over anyway.
+    """
+    joined = 0
+    while len(stretches := _stretches(problem, joined)) > num_groups:
+        joined += 1
+    length = -(-problem.num_units // num_groups)
+    while sum(-(-len(stretch) // length) for stretch in stretches) > num_groups:
+        length += 1
+    starts: list[int] = []
+    for stretch in stretches:
+        num_parts = -(-len(stretch) // length)
+        starts += stretch[:: -(-len(stretch) // num_parts)]
+    return [*starts, problem.num_units]
+
+
+def _stretches(problem: Problem, joined: int) -> list[range]:
+    """Neighbours that all run once, or none of them; up to ``joined`` others count as running once."""
+    found: list[range] = []
+    was_once = None
+    for flag, units in groupby(range(problem.num_units), lambda index: problem.units[index].runs_once):
+        members = list(units)
+        is_once = flag or len(members) <= joined
+        first = found.pop().start if is_once == was_once else members[0]
+        found.append(range(first, members[-1] + 1))
+        was_once = is_once
+    return found
+
+
 def _numbers(unit: Unit) -> tuple[object, ...]:
-    return unit.options, unit.output_bytes, unit.gradient_bytes, unit.parameter_gradient_bytes
+    sizes = (unit.output_bytes, unit.gradient_bytes, unit.parameter_gradient_bytes)
+    return unit.options, *sizes, unit.runs_once
 
 
 def _measure(part: Problem) -> tuple[_Mix, ...]:
     """A group's options, from the fastest to the one that replays everything."""
     states = ladder_choices(part, num_states=_NUM_MIXES)
     mixes = [_Mix(state, _mix_option(part, f"mix{index}", state)) for index, state in enumerate(states)]
+    if any(unit.runs_once for unit in part.units):
+        return tuple(mixes)
     # First, so that a forward that keeps nothing runs as this one where another also holds no bytes.
     return (_Mix(None, _replay_option(part)), *mixes)
 

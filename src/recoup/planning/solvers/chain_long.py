@@ -38,7 +38,8 @@ class PreparedLongChain(Prepared):
         self.costs = ChainCosts(problem)
         self.run = find_run(problem)
         least, full = self.groups.floors.least_bytes, self.groups.floors.full_bytes
-        run_levels = choose_run_levels(problem.num_units, self.run, time_limit_s=time_limit_s)
+        num_kinds = self.run.num_kinds(self.costs)
+        run_levels = choose_run_levels(self.run, num_kinds=num_kinds, time_limit_s=time_limit_s)
         if 2 * self.run.length < problem.num_units:
             run_levels = 0
         self.near = Grid(least + (full - least) // 8, num_levels=run_levels)

@@ -21,6 +21,7 @@ from recoup.planning.actions import Action, Backward
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.solvers.chain_costs import ChainCosts, OptionCosts
+from recoup.planning.solvers.chain_floors import NEVER
 from recoup.planning.solvers.chain_readout import keep_everything, sweep
 from recoup.planning.solvers.chain_table import Floats, Rounding
 
@@ -42,6 +43,15 @@ class Run(NamedTuple):
         """How many units are equal."""
         return self.stop - self.first
 
+    def num_kinds(self, costs: ChainCosts) -> int:
+        """How many kinds of parts there are: those in the run, and those that reach to one unit outside it.
+
+        Kinds that can never be run, because of units that run once, do not count.
+        """
+        heads = sum(not costs.is_never(first, self.first) for first in range(self.first))
+        tails = sum(not costs.is_never(self.stop - 1, last) for last in range(self.stop, costs.num_units))
+        return 1 + heads + tails
+
 
 def find_run(problem: Problem) -> Run:
     """The longest run of units that are equal in all that the recurrences read, the last unit excluded.
@@ -60,7 +70,8 @@ def find_run(problem: Problem) -> Run:
     source: tuple[int, int] | None = None
     for unit in problem.units:
         sizes = (unit.output_bytes, unit.gradient_bytes)
-        numbers.append((unit.options, *sizes, unit.parameter_gradient_bytes, unit.skips, source))
+        flags = (unit.skips, unit.runs_once)
+        numbers.append((unit.options, *sizes, unit.parameter_gradient_bytes, *flags, source))
         source = sizes
     best, first = Run(0, 1), 0
     for index in range(1, len(numbers) - 1):
@@ -148,6 +159,10 @@ class RunTable:
     def _fill(self, first: int, last: int) -> None:
         row = np.full(self.num_levels + 1, np.inf)
         self.rows[first, last] = row
+        if self.costs.is_never(first, last):
+            self.full[first, last] = NEVER
+            self._publish(first, last, row)
+            return
         self.full[first, last] = self._full(first, last)
         high = self.saturation(first, last)
         row[high:] = self._fastest_s[last] - self._fastest_s[first] + self.costs.closing[last].closing_s

@@ -15,6 +15,8 @@ _PART_S = 45e-6
 _CUT_S = 1.3e-9
 # A plan may need four tables: two to find schedules, one to prove a bound, one at the edge of feasibility.
 _NUM_TABLES = 4
+# Those of one unit, a run and one unit. Where fewer can be run, finer levels gain less than they cost.
+_USUAL_KINDS = 3
 
 
 def estimate_s(num_units: int, *, num_levels: int) -> float:
@@ -46,9 +48,8 @@ def choose_levels(num_units: int, *, time_limit_s: float) -> int:
     return num_levels
 
 
-def choose_run_levels(num_units: int, run: Run, *, time_limit_s: float) -> int:
+def choose_run_levels(run: Run, *, num_kinds: int, time_limit_s: float) -> int:
     """The same for a chain with a long run of equal units; 0 if no useful number of levels is affordable."""
-    num_kinds = num_units - run.length + 1
-    level_s = _CUT_S * num_kinds * run.length**2 / 2
+    level_s = _CUT_S * max(num_kinds, _USUAL_KINDS) * run.length**2 / 2
     num_levels = min(_MAX_LEVELS, int(time_limit_s / (_NUM_TABLES + 2) / level_s))
     return num_levels if num_levels >= _MIN_LEVELS else 0

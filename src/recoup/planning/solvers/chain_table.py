@@ -104,6 +104,9 @@ class ChainTable:
         fastest_s = np.cumsum([0.0, *(option.total_s for option in costs.fastest[first:-1])])
         for num_cuts, row in enumerate(rows):
             last = first + num_cuts
+            if costs.is_never(first, last):
+                self._publish(first, last, row)
+                continue
             low = self.level(int(self.floors.least[first][num_cuts]))
             high = self.saturation(first, last)
             row[high:] = fastest_s[num_cuts] + costs.closing[last].closing_s
