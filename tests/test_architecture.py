@@ -17,11 +17,12 @@ ALLOWED = {
     "planning": set(),
     "stores": set(),
     "checkpointing": set(),
-    "measuring": {"planning"},
+    "measuring": {"checkpointing", "planning"},
     "report": {"planning"},
     "manual": {"planning", "policies", "stores"},
     "engines": {"planning", "stores", "checkpointing", "measuring"},
-    "audit": {"checkpointing", "measuring"},
+    "auditing": {"checkpointing", "measuring"},
+    "fitting": {"auditing", "engines", "measuring", "planning"},
 }
 WITHOUT_TORCH = {"errors", "sizes", "policies", "planning"}
 
@@ -70,17 +71,26 @@ def test_files_stay_small() -> None:
 def test_public_names() -> None:
     assert recoup.__all__ == [
         "Checkpoint",
+        "apply",
+        "audit",
         "checkpoint",
         "describe",
         "errors",
+        "fit",
+        "frontier",
         "is_replaying",
         "manual",
+        "measure",
         "measuring",
+        "minimum_budget",
+        "plan",
         "planning",
         "policies",
+        "remove",
         "sizes",
         "stores",
         "torch_checkpoint",
+        "verify",
     ]
     for name in recoup.__all__:
         assert getattr(recoup, name) is not None

@@ -15,6 +15,12 @@
     │   ├── StoreFullError             no room and nothing may be evicted
     │   └── PrecisionError             values that the chosen precision cannot hold
     ├── ChainError                   a hand-written chain used out of order
+    ├── FitError                     fitting a model to a budget
+    │   ├── SampleError                a model, sample or step that cannot be run
+    │   ├── LossError                  a loss that is no scalar or needs no gradient
+    │   ├── UnitError                  units that the model does not have or never calls
+    │   ├── ApplyError                 a plan that does not belong to the model
+    │   └── VerificationError          a real step that passes the budget or changes a gradient
     └── PlanningError                the planner
         ├── ProblemError               numbers, names or links that make no sense
         ├── ScheduleError              a schedule that is not legal for its problem
@@ -29,12 +35,15 @@ Each also derives from the built-in exception that a caller would expect (``Valu
 from __future__ import annotations
 
 __all__ = [
+    "ApplyError",
     "BudgetError",
     "ChainError",
     "CheckpointError",
     "EncodingError",
+    "FitError",
     "GraphError",
     "InputChangedError",
+    "LossError",
     "NotHeldError",
     "NothingToCheckpointError",
     "PlanningError",
@@ -43,11 +52,14 @@ __all__ = [
     "ProblemError",
     "RecoupError",
     "ReplayMismatchError",
+    "SampleError",
     "ScheduleError",
     "SizeError",
     "StoreError",
     "StoreFullError",
+    "UnitError",
     "UnitRangeError",
+    "VerificationError",
 ]
 
 
@@ -101,6 +113,30 @@ class PrecisionError(StoreError, ValueError):
 
 class ChainError(RecoupError, RuntimeError):
     """A hand-written chain that is malformed or used out of order."""
+
+
+class FitError(RecoupError):
+    """The root of what can go wrong when a model is fitted."""
+
+
+class SampleError(FitError, ValueError):
+    """A model, sample or step that cannot be run."""
+
+
+class LossError(FitError, ValueError):
+    """A loss that is no scalar, or that needs no gradient."""
+
+
+class UnitError(FitError, ValueError):
+    """Units that the model does not have, or that the step never calls."""
+
+
+class ApplyError(FitError, ValueError):
+    """A plan that does not belong to the model it is applied to."""
+
+
+class VerificationError(FitError, RuntimeError):
+    """A real step under the plan that passes the budget, or whose gradients differ from the plain step's."""
 
 
 class PlanningError(RecoupError, ValueError):

@@ -99,6 +99,7 @@ class Reach:
                 for key, item in value.items():
                     self._find(f"{name}[{key!r}]", item)
         else:
+            self._find(name, getattr(value, "__wrapped__", None))
             self._find_attributes(name, value)
 
     def _find_attributes(self, name: str, owner: object) -> None:

@@ -66,6 +66,11 @@ class MemoryTracker(TorchDispatchMode):
         """Starts a new peak from what lives now."""
         self.peak_bytes = self.current_bytes
 
+    def living(self) -> list[torch.UntypedStorage]:
+        """The storages that count now."""
+        found = (seen() for seen in list(self._seen.values()) if seen.counted_bytes)
+        return [storage for storage in found if storage is not None]
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

@@ -1,0 +1,196 @@
+"""One replay of a unit's call, watched from all sides."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.auditing.given import named_objects, named_tensors
+from recoup.checkpointing import Checkpoint, is_replaying
+from recoup.checkpointing.digest import digest
+from recoup.checkpointing.mismatch import Kind, kind_of
+from recoup.errors import NothingToCheckpointError, ReplayMismatchError
+from recoup.measuring.anchor import gradients_from, seeded
+from recoup.measuring.meter import device_of
+from recoup.measuring.notes import Notes
+from recoup.measuring.streaming import UnitCall
+from recoup.measuring.trees import tensors_in, version_of
+
+__all__ = ["Trial", "try_replay"]
+
+_CHECKPOINT = Checkpoint(check="values")
+_Prints = list[tuple[Kind, "Tensor | None"]]
+
+
+@dataclass
+class Trial:
+    """What a replay brought to light.
+
+    Attributes:
+        error: what the checkpointed forward or its backward raised.
+        draws: foreign generators that the forward moved.
+        objects: what it changed inside its arguments' objects.
+        inputs: arguments that it changed in place.
+        buffers: that it changed, by name.
+        readers: autograd nodes that read what they had saved a second time.
+        drifts: whether the replay's output has other values.
+    """
+
+    error: Exception | None = None
+    draws: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    readers: list[str] = field(default_factory=list)
+    drifts: bool = False
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether two runs gave different results."""
+        return self.drifts or isinstance(self.error, ReplayMismatchError)
+
+
+class _Watched:
+    """A unit's forward that compares its own runs.
+
+    A checkpoint reaches the unit through it, but not what the forward's code captures: so it is for a unit within a
+    segment, where less is put back before a replay than for a unit by itself.
+    """
+
+    def __init__(self, call: UnitCall, trial: Trial) -> None:
+        self.module, self._runs = call.module, _Runs(trial, device_of(call.module, (call.args, call.kwargs)))
+        # For error texts, this is the unit's own method.
+        self.__wrapped__ = call.fn
+        self.__qualname__ = getattr(call.fn, "__qualname__", f"{type(call.module).__name__}.forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runs = self._runs
+        if is_replaying():
+            runs.begin_replay()
+            output = self.__wrapped__(*args, **kwargs)
+            runs.compare(output)
+        else:
+            before = _foreign_states()
+            output = self.__wrapped__(*args, **kwargs)
+            runs.note(output, before)
+        # The last that is saved: the backward always needs it, so every replay runs as far as here.
+        witness = runs.start * 1
+        return output, witness * witness
+
+    @property
+    def start(self) -> Tensor:
+        """A leaf behind the second output."""
+        return self._runs.start
+
+
+class _Runs:
+    """The forward's results, to compare a replay with."""
+
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        self._trial = trial
+        self._prints: _Prints | None = None
+        self._num_replays = 0
+        self.start = torch.ones((), device=device, requires_grad=True)
+
+    def note(self, output: Any, before: dict[str, Any]) -> None:
+        now = _foreign_states()
+        self._trial.draws = [name for name, state in now.items() if name in before and state != before[name]]
+        self._prints = _prints(output)
+
+    def begin_replay(self) -> None:
+        # Replays before the forward has ended are for a backward inside it.
+        if self._prints is not None:
+            self._num_replays += 1
+            if self._num_replays > 1:
+                self._trial.readers.append(torch._C._current_autograd_node().name())
+
+    def compare(self, output: Any) -> None:
+        if self._prints is not None and not _is_same(self._prints, _prints(output)):
+            self._trial.drifts = True
+
+
+def try_replay(call: UnitCall) -> Trial:
+    """Runs a call checkpointed, forward and backward, and compares its replay with its forward.
+
+    The call's tensors, module and objects are changed as the call changes them. Memory that does not suffice is the
+    one error that is raised.
+    """
+    trial = Trial()
+    try:
+        _try_replay(call, trial)
+    except torch.OutOfMemoryError:
+        raise
+    except NothingToCheckpointError:
+        pass
+    except Exception as error:
+        # Without its frames, which hold the unit's tensors.
+        trial.error = error.with_traceback(None)
+    return trial
+
+
+def _try_replay(call: UnitCall, trial: Trial) -> None:
+    args, kwargs, start = call.fresh()
+    objects = named_objects(call)
+    before = _noted(objects)
+    versions = [(name, tensor, version_of(tensor)) for name, tensor in named_tensors(call, args, kwargs)]
+    buffers = _buffer_prints(call)
+    watched = _Watched(call, trial)
+    try:
+        output, witness = _CHECKPOINT(watched, *args, **kwargs) if args or kwargs else _CHECKPOINT(watched)()
+        trial.inputs = [name for name, tensor, version in versions if version_of(tensor) != version]
+        trial.buffers = _changed(buffers, _buffer_prints(call))
+        between = _noted(objects)
+        del args, kwargs, versions
+        seed = seeded((output, witness))
+        del output, witness
+        if seed is not None:
+            parameters = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
+            gradients_from([seed], [start, watched.start, *parameters])
+        # A change in the forward alone may be something that is made once and kept.
+        trial.objects = between.changed()
+    except ReplayMismatchError:
+        trial.objects = before.changed()
+        raise
+
+
+def _noted(objects: list[tuple[str, Any]]) -> Notes:
+    notes = Notes()
+    for name, value in objects:
+        notes.add_object(f"{name} ({type(value).__name__})", value)
+    return notes
+
+
+def _foreign_states() -> dict[str, Any]:
+    """Where the generators stand that a checkpoint does not restore."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        kind, keys, *rest = numpy.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states
+
+
+def _prints(tree: Any) -> _Prints:
+    return [(kind_of(tensor), digest(tensor)) for tensor in tensors_in(tree)]
+
+
+def _is_same(left: _Prints, right: _Prints) -> bool:
+    if [kind for kind, _ in left] != [kind for kind, _ in right]:
+        return False
+    pairs = [(one, other) for (_, one), (_, other) in zip(left, right, strict=True)]
+    return all(one is None or other is None or torch.equal(one, other) for one, other in pairs)
+
+
+def _buffer_prints(call: UnitCall) -> dict[str, _Prints]:
+    return {name: _prints(buffer) for name, buffer in call.module.named_buffers()}
+
+
+def _changed(before: dict[str, _Prints], after: dict[str, _Prints]) -> list[str]:
+    return [
+        name for name, prints in after.items() if name not in before or not _is_same(before[name], prints)
+    ]

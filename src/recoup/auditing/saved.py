@@ -1,0 +1,86 @@
+"""A unit's plain forward, with a log of what it saves and in which module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from recoup.checkpointing.replay import pop_hooks, push_hooks
+from recoup.measuring.streaming import UnitCall
+
+__all__ = ["SavedLog", "first_difference", "run_logged"]
+
+
+@dataclass
+class SavedLog:
+    """What a forward saved.
+
+    Attributes:
+        entries: shape, dtype and the name (relative to the unit) of the module that saved it.
+        is_read: whether the forward itself read one again, because it ran a backward.
+    """
+
+    entries: list[tuple[torch.Size, torch.dtype, str]] = field(default_factory=list)
+    is_read: bool = False
+
+
+def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
+    """Runs a call's forward; unlike `UnitCall.glance`, also one that runs a backward of its own."""
+    args, kwargs, _ = call.fresh()
+    log = SavedLog()
+    current: list[str] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        log.entries.append((tensor.shape, tensor.dtype, current[-1] if current else ""))
+        # A graph that held its own output would be a cycle.
+        return tensor.detach()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        log.is_read = True
+        return tensor
+
+    with _naming(call.module, current):
+        push_hooks(pack, unpack)
+        try:
+            return call.fn(*args, **kwargs), log
+        finally:
+            pop_hooks()
+
+
+@contextmanager
+def _naming(unit: nn.Module, current: list[str]) -> Iterator[None]:
+    """Lets the last entry of ``current`` name the module inside a unit that runs now."""
+    names = {module: name for name, module in unit.named_modules()}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            current.append(names[module])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names and current:
+            current.pop()
+
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_difference(left: SavedLog, right: SavedLog) -> str | None:
+    """The module that first saves something else; None if all is the same."""
+    for one, other in zip_longest(left.entries, right.entries):
+        if one is None or other is None or one[:2] != other[:2]:
+            return str((one or other)[2])
+    return None

@@ -1,0 +1,105 @@
+"""Comparing gradients unit by unit, where the plain step does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.checkpointing.digest import digest
+from recoup.engines.plans import ModelPlan
+from recoup.engines.tree import Item, Leaf
+from recoup.errors import VerificationError
+from recoup.measuring.anchor import gradients_from, seeded
+from recoup.measuring.caches import without_caches
+from recoup.measuring.intercept import intercepted, suspended
+from recoup.measuring.options import KEEP, InnerForward, Recipe, run_recipe
+from recoup.measuring.preserve import preserving
+from recoup.measuring.steps import TrainingStep
+from recoup.measuring.streaming import UnitCall, stream
+
+__all__ = ["compare_units"]
+
+
+def compare_units(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> None:
+    """Streams the step and compares each unit's gradients, kept and as the plan says.
+
+    Raises:
+        VerificationError: a gradient differs; it names unit and parameter.
+    """
+    recipes = {
+        plan.profile.units[leaf.unit].name: plan.recipe(leaf) for item in plan.items for leaf in _leaves(item)
+    }
+    names = dict(step.model.named_modules())
+    units = list({names[unit.module]: None for unit in plan.profile.units if unit.module is not None})
+    inner = {unit.get_submodule(name) for unit in units for name in _inner_names(plan, unit, names)}
+    with (
+        suspended(step.model),
+        without_caches(step.model),
+        preserving(step.model, optimizer, everything=step.changes_parameters),
+        intercepted({module: InnerForward(module) for module in inner}),
+    ):
+        stream(step, units, _Comparer(recipes))
+
+
+def _inner_names(plan: ModelPlan, unit: Any, names: dict[str, Any]) -> set[str]:
+    return {
+        name
+        for profiled in plan.profile.units
+        if profiled.module is not None and names[profiled.module] is unit
+        for recipe in profiled.recipes
+        for name in recipe.inner
+    }
+
+
+def _leaves(item: Item) -> list[Leaf]:
+    return [item] if isinstance(item, Leaf) else [leaf for inner in item.items for leaf in _leaves(inner)]
+
+
+class _Comparer:
+    """The visitor of `compare_units`."""
+
+    def __init__(self, recipes: dict[str, Recipe]) -> None:
+        self.recipes = recipes
+
+    def enter(self, call: UnitCall) -> None:
+        recipe = self.recipes.get(call.name, KEEP)
+        # A unit inside a segment is replayed under a recipe that may keep: then the segment's own replay is the same.
+        recipe = Recipe(whole=True, inner=recipe.inner)
+        try:
+            plain = _gradients(call, KEEP)
+        except torch.OutOfMemoryError:
+            return
+        replayed = _gradients(call, recipe)
+        for name, before in plain.items():
+            if not torch.equal(before, replayed[name]):
+                raise VerificationError(
+                    f"Replayed, unit {call.name!r} gives another gradient for {name} than when it is kept. Run"
+                    " recoup.audit on the model: the unit does not repeat itself."
+                )
+
+    def visit(self, call: UnitCall) -> Any:
+        return call.glance()
+
+    def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
+        pass
+
+    def end(self, loss: Tensor, output: Any) -> None:
+        pass
+
+
+def _gradients(call: UnitCall, recipe: Recipe) -> dict[str, Tensor]:
+    """Digests of the gradients of a unit's parameters, from the same random state each time."""
+    devices = sorted({p.device.index for p in call.module.parameters() if p.device.type == "cuda"})
+    named = {name: p for name, p in call.module.named_parameters() if p.requires_grad}
+    buffers = {buffer: buffer.clone() for buffer in call.module.buffers()}
+    args, kwargs, start = call.fresh()
+    with torch.random.fork_rng(devices):
+        seed = seeded(run_recipe(recipe, call.module, call.fn, args, kwargs))
+        gradients = (None,) if seed is None else gradients_from([seed], [start, *named.values()])
+    with torch.no_grad():
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
+    found = {name: digest(g) for name, g in zip(named, gradients[1:], strict=False) if g is not None}
+    return {name: value for name, value in found.items() if value is not None}

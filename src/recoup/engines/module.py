@@ -1,0 +1,171 @@
+"""``apply`` and ``remove``: a plan on a model, in place, without a visible trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.engines.plans import ModelPlan
+from recoup.engines.running import PlannedCall, Run
+from recoup.engines.tree import Item, Leaf, Segment
+from recoup.errors import ApplyError
+from recoup.measuring.caches import CachelessForward, cached_models
+from recoup.measuring.intercept import StandIn, install, installed, uninstall
+from recoup.measuring.options import KEEP, InnerForward, Recipe
+
+__all__ = ["apply", "is_applied", "remove"]
+
+
+class _Engine:
+    """What the stand-ins of one model share: the plan, and where the present step stands."""
+
+    def __init__(self, items: Sequence[Item], recipes: dict[int, tuple[Recipe, ...]]) -> None:
+        self.items, self.recipes = tuple(items), recipes
+        self._begin()
+
+    def _begin(self) -> None:
+        self.depth = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """A new step begins, or one has ended: nothing of it may stay."""
+        self.run = Run(self.items, self.recipes)
+        self.num_calls: dict[nn.Module, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"items": self.items, "recipes": self.recipes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+
+class _Root(StandIn):
+    """Stands in for the model's forward: each call is a step of its own."""
+
+    def __init__(self, engine: _Engine, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        engine = self.engine
+        engine.reset()
+        engine.depth += 1
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            engine.depth -= 1
+            engine.reset()
+
+
+class _UnitForward(StandIn):
+    """Stands in for a unit's forward: runs each of its calls as the plan says."""
+
+    def __init__(self, engine: _Engine, module: nn.Module, units: Sequence[int]) -> None:
+        super().__init__(module)
+        self.engine = engine
+        self.training = module.training
+        self.units = tuple(units)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or self.module.training != self.training:
+            return self.original(*args, **kwargs)
+        call = PlannedCall(self._unit(), self.module, self.original)
+        return self.engine.run(call, *args, **kwargs)
+
+    def _unit(self) -> int:
+        if len(self.units) == 1:
+            return self.units[0]
+        engine = self.engine
+        number = engine.num_calls.get(self.module, 0)
+        if number == len(self.units) and engine.depth == 0:
+            # The model itself is never called (a step of the user's calls its parts): a new step has begun.
+            engine.reset()
+            number = 0
+        engine.num_calls[self.module] = number + 1
+        return self.units[min(number, len(self.units) - 1)]
+
+
+def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
+    """Lets a model run as a plan says, in place; a plan that was there before is replaced.
+
+    The model keeps its class, names, ``state_dict`` and hooks; it can be copied and pickled with its plan. Calls
+    without gradients, and in another mode (train or eval) than the measured one, run plainly. Where the plan keeps
+    everything, nothing is touched.
+
+    Raises:
+        ApplyError: the plan was made for another model.
+    """
+    modules = _check(model, plan)
+    remove(model)
+    recipes = {index: unit.recipes for index, unit in enumerate(plan.profile.units)}
+    engine = _Engine(plan.items, recipes)
+    planned = _planned_units(plan)
+    for module, units in modules.items():
+        if planned.keys() & set(units):
+            install(module, _UnitForward(engine, module, units))
+            for name in {name for unit in units for name in planned.get(unit, ())}:
+                inner = module.get_submodule(name)
+                if not isinstance(vars(inner).get("forward"), InnerForward):
+                    install(inner, InnerForward(inner))
+    if planned:
+        for cached in cached_models(model):
+            install(cached, CachelessForward(cached))
+        install(model, _Root(engine, model))
+    return model
+
+
+def _check(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:
+    """The plan's units by module."""
+    if type(model).__name__ != plan.profile.model:
+        raise ApplyError(
+            f"The plan was made for a {plan.profile.model}, and this model is a {type(model).__name__}."
+            " Measure and plan this model."
+        )
+    names = dict(model.named_modules())
+    found: dict[nn.Module, list[int]] = {}
+    for index, unit in enumerate(plan.profile.units):
+        if unit.module is None:
+            continue
+        if unit.module not in names:
+            raise ApplyError(
+                f"The plan decides about {unit.module!r}, which this model does not have. Measure and plan this model."
+            )
+        found.setdefault(names[unit.module], []).append(index)
+    return found
+
+
+def _planned_units(plan: ModelPlan) -> dict[int, tuple[str, ...]]:
+    """Units that are not simply kept, each with the modules inside that any of its recipes checkpoints."""
+    planned: dict[int, tuple[str, ...]] = {}
+    for item in plan.items:
+        for leaf in _leaves(item):
+            recipe = plan.recipe(leaf)
+            if isinstance(item, Segment) or recipe != KEEP:
+                planned[leaf.unit] = recipe.inner
+    return planned
+
+
+def _leaves(item: Item) -> Iterator[Leaf]:
+    if isinstance(item, Leaf):
+        yield item
+    else:
+        for inner in item.items:
+            yield from _leaves(inner)
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Takes the plan off a model again, exactly; does nothing to a model without one."""
+    for stand_in in installed(model):
+        uninstall(stand_in.module, stand_in.original)
+    return model
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether a plan is on the model."""
+    return bool(installed(model))

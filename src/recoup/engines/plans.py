@@ -1,0 +1,206 @@
+"""Plans for a model: the planner's answer together with the profile that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+
+from recoup import planning
+from recoup.engines.tree import Item, Leaf, Segment, tree_of
+from recoup.errors import BudgetError
+from recoup.measuring.options import KEEP, Recipe
+from recoup.measuring.profile import Profile
+from recoup.planning.solvers.chain import ChainSolver
+from recoup.planning.solvers.select import SelectSolver
+from recoup.sizes import format_bytes, parse_bytes
+
+__all__ = ["ModelPlan", "frontier", "minimum_budget", "plan"]
+
+# What an eager model can run: options per unit, and (nested) segments. No moves to other stores.
+_SOLVERS = (ChainSolver(), SelectSolver())
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What to do with every unit of a model, and what that will cost.
+
+    Attributes:
+        profile: the measured step.
+        schedule: the planner's plan for it, with schedule, prediction and proof.
+        budget_bytes: that was asked for.
+    """
+
+    profile: Profile = field(repr=False)
+    schedule: planning.Plan
+    budget_bytes: int
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """The units' options and the segments."""
+        return tree_of(self.schedule.schedule, len(self.profile.units))
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The predicted peak of the whole step, the optimizer's step included."""
+        needed = self.schedule.predicted.peak_bytes + _state_bytes(self.profile, self.items)
+        return max(needed, self.profile.residents.optimizer_peak_bytes)
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds of forward and backward."""
+        return self.schedule.predicted.seconds
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether the plan is the plain step."""
+        return all(isinstance(item, Leaf) and self.recipe(item) == KEEP for item in self.items)
+
+    def recipe(self, leaf: Leaf) -> Recipe:
+        """How a unit runs."""
+        return self.profile.units[leaf.unit].recipes[leaf.option]
+
+    def describe_units(self) -> list[tuple[str, str]]:
+        """For groups of neighbouring units that are treated alike: their names, and what happens to them."""
+        labelled = [
+            (self.profile.units[item.first], item.last, self._label(item))
+            for item in self.items
+            if not self.profile.units[item.first].is_code
+        ]
+        described = []
+        for label, group in groupby(labelled, key=lambda entry: entry[2]):
+            members = list(group)
+            if label.startswith("segment"):
+                described += [
+                    (_span(unit.name, self.profile.units[last].name), label) for unit, last, _ in members
+                ]
+            else:
+                described.append((_span(members[0][0].name, members[-1][0].name), label))
+        return described
+
+    def _label(self, item: Item) -> str:
+        if isinstance(item, Leaf):
+            return self.recipe(item).name
+        depth = _depth(item)
+        if item.first == item.last:
+            inner = self.recipe(item.items[0]).inner if isinstance(item.items[0], Leaf) else ()
+            return Recipe(whole=True, inner=inner).name
+        nested = f", nested {depth} deep" if depth > 1 else ""
+        return f"segment of {item.last - item.first + 1}, recomputed together{nested}"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.profile.model} within {format_bytes(self.budget_bytes)}: predicted peak"
+            f" {format_bytes(self.predicted_bytes)} (plain {format_bytes(self.profile.plain_bytes)}),"
+            f" {self.predicted_s:.4g} s (plain {self.profile.plain.seconds:.4g} s)"
+        ]
+        return "\n".join(lines + [f"  {names}: {label}" for names, label in self.describe_units()])
+
+
+def _depth(item: Item) -> int:
+    return 1 + max(map(_depth, item.items)) if isinstance(item, Segment) else 0
+
+
+def _span(first: str, last: str) -> str:
+    """``layers.0`` and ``layers.9`` as ``layers.0-9``."""
+    if first == last:
+        return first
+    stem, _, end = last.rpartition(".")
+    if stem and end.isdigit() and first.startswith(f"{stem}."):
+        return f"{first}-{end}"
+    return f"{first} to {last}"
+
+
+def plan(profile: Profile, budget: int | str) -> ModelPlan:
+    """The fastest way to run a measured step under a budget.
+
+    Args:
+        profile: what `measure` found.
+        budget: bytes for the whole step, such as ``"8GiB"``.
+
+    Raises:
+        BudgetError: nothing fits; it names the smallest feasible budget and the unit that sets it.
+    """
+    budget_bytes = parse_bytes(budget)
+    floor = profile.residents.optimizer_peak_bytes
+    if floor > budget_bytes:
+        smallest = minimum_budget(profile)
+        raise BudgetError(
+            f"The optimizer's own step needs {format_bytes(floor)} ({floor} bytes: parameters, gradients, optimizer"
+            f" state and its temporaries), and the budget is {format_bytes(budget_bytes)}. No plan for activations"
+            f" changes that; the smallest feasible budget is {format_bytes(smallest)} ({smallest} bytes). Use a"
+            " lighter optimizer, fewer bits for parameters, or shard them.",
+            budget_bytes=budget_bytes,
+            smallest_bytes=smallest,
+        )
+    found = _plan_below(profile, budget_bytes)
+    if found is None:
+        raise _too_small(profile, budget_bytes)
+    return found
+
+
+def _plan_below(profile: Profile, budget_bytes: int) -> ModelPlan | None:
+    """Plans with room for what segments hold besides their input, which the planner does not know of."""
+    spare_bytes = 0
+    while True:
+        try:
+            found = planning.plan(profile.problem, budget_bytes - spare_bytes, solvers=_SOLVERS)
+        except BudgetError:
+            return None
+        chosen = ModelPlan(profile, found, budget_bytes)
+        if chosen.predicted_bytes <= budget_bytes:
+            return chosen
+        spare_bytes = max(spare_bytes + 1, _state_bytes(profile, chosen.items))
+
+
+def _state_bytes(profile: Profile, items: tuple[Item, ...]) -> int:
+    """What units in segments hold for their replay: copies of buffers, arguments from outside the segment."""
+    total = 0
+    for item in items:
+        if isinstance(item, Segment):
+            for unit in profile.problem.units[item.first : item.last + 1]:
+                total += unit.lightest.held_bytes
+    return total
+
+
+def minimum_budget(profile: Profile) -> int:
+    """The smallest budget in bytes for which `plan` finds a plan."""
+    smallest = planning.minimum_budget(profile.problem, solvers=_SOLVERS)
+    tight = ModelPlan(profile, planning.plan(profile.problem, smallest, solvers=_SOLVERS), smallest)
+    return tight.predicted_bytes
+
+
+def _too_small(profile: Profile, budget_bytes: int) -> BudgetError:
+    smallest = minimum_budget(profile)
+    chosen = _plan_below(profile, smallest)
+    assert chosen is not None, "the smallest budget must be feasible"
+    peak = chosen.schedule.predicted.peak
+    unit = profile.units[peak.unit].name
+    return BudgetError(
+        f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
+        f" budget is {format_bytes(smallest)} ({smallest} bytes), set by the {peak.phase} of {unit!r}. Raise the"
+        f" budget, use a smaller batch, or split {unit!r} with units=.",
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest,
+        unit=unit,
+    )
+
+
+def frontier(
+    profile: Profile, *, num_points: int = 20, budgets: Iterable[int | str] | None = None
+) -> tuple[ModelPlan, ...]:
+    """The best seconds for every budget, from the smallest feasible one up.
+
+    Args:
+        profile: what `measure` found.
+        num_points: at most this many plans.
+        budgets: where to look, instead of spread over the useful range.
+    """
+    found = planning.frontier(profile.problem, num_points=num_points, budgets=budgets, solvers=_SOLVERS)
+    floor = profile.residents.optimizer_peak_bytes
+    points = []
+    for point in found:
+        chosen = ModelPlan(profile, point, max(point.budget_bytes, floor))
+        points.append(replace(chosen, budget_bytes=chosen.predicted_bytes))
+    return tuple(points)

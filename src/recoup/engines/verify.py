@@ -1,0 +1,180 @@
+"""``verify``: a real step under the plan, held against the budget and against the plain step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.checkpointing.digest import digest
+from recoup.engines.comparing import compare_units
+from recoup.engines.plans import ModelPlan
+from recoup.errors import VerificationError
+from recoup.measuring.caches import without_caches
+from recoup.measuring.intercept import suspended
+from recoup.measuring.meter import Meter, device_of, make_meter
+from recoup.measuring.preserve import preserving
+from recoup.measuring.steps import TrainingStep
+from recoup.sizes import format_bytes
+
+__all__ = ["Verification", "verify_step"]
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a real step under the plan took.
+
+    Attributes:
+        peak_bytes: measured peak of the whole step, the optimizer's step included.
+        seconds: measured, forward and backward.
+        plain_peak_bytes: of the plain step; ``None`` where that did not fit.
+        plain_seconds: of the plain step; ``None`` where that did not fit.
+        gradients: how the gradients were compared: ``"bit-equal"``, or ``"bit-equal, unit by unit"``.
+        drifting: parameters whose gradients differ between two plain steps too.
+    """
+
+    peak_bytes: int
+    seconds: float
+    plain_peak_bytes: int | None
+    plain_seconds: float | None
+    gradients: str
+    drifting: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One way of running the step, measured."""
+
+    peak_bytes: int
+    seconds: float
+    digests: dict[str, Tensor]
+
+
+def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> Verification:
+    """Runs the step as the model stands, with its plan applied; and plainly, where that fits.
+
+    Raises:
+        VerificationError: a gradient differs from the plain step's, though plain steps agree with each other.
+    """
+    verifier = _Verifier(step, plan, optimizer)
+    fitted = verifier.run()
+    plain: _Run | None = None
+    if verifier.plain_fits():
+        try:
+            with suspended(step.model), without_caches(step.model):
+                plain = verifier.run()
+        except torch.OutOfMemoryError:
+            plain = None
+    if plain is None:
+        compare_units(step, plan, optimizer)
+        return Verification(fitted.peak_bytes, fitted.seconds, None, None, "bit-equal, unit by unit")
+    drifting = verifier.compare(fitted, plain)
+    return Verification(
+        fitted.peak_bytes, fitted.seconds, plain.peak_bytes, plain.seconds, "bit-equal", drifting
+    )
+
+
+class _Verifier:
+    def __init__(self, step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> None:
+        self.step, self.plan, self.optimizer = step, plan, optimizer
+        self.device = device_of(step.model, step.sample)
+        self.meter: Meter = make_meter(self.device)
+        self.residents = plan.profile.residents
+        self.accumulates = plan.profile.accumulates
+
+    def plain_fits(self) -> bool:
+        """Whether the device has room for the plain step beside what lives already."""
+        return self.plan.profile.plain_bytes - self.residents.total_bytes < self.meter.free_bytes()
+
+    def _preserving(self) -> Any:
+        return preserving(self.step.model, self.optimizer, everything=self.step.changes_parameters)
+
+    def run(self) -> _Run:
+        """Peak and gradients of one step, seconds of several."""
+        with self._preserving():
+            self._prepare()
+            live_bytes = 0
+            with self.meter.watching():
+                live_bytes = self.meter.live_bytes()
+                self.meter.reset_peak()
+                self._step()
+                peak_bytes = self.meter.peak_bytes()
+            digests = self._digests()
+        activations = peak_bytes - live_bytes
+        gradient_bytes = self.residents.gradient_bytes if self.accumulates else 0
+        peak = self.residents.total_bytes + gradient_bytes + activations
+        times = []
+        for _ in range(_REPEATS):
+            with self._preserving():
+                self._prepare()
+                times += self.meter.seconds(self._step)
+        return _Run(max(peak, self.residents.optimizer_peak_bytes), min(times), digests)
+
+    def _prepare(self) -> None:
+        if self.accumulates:
+            for parameter in self.step.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def _step(self) -> None:
+        if self.step.step is not None:
+            self.step.step()
+            return
+        output, loss = self.step.forward()
+        loss.backward()
+        del output
+
+    def _digests(self) -> dict[str, Tensor]:
+        """Of every gradient; of the parameters too where the step may change them."""
+        found = {}
+        for name, parameter in self.step.model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = digest(parameter.grad)
+            if self.step.changes_parameters:
+                found[f"{name} (after the step)"] = digest(parameter)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def compare(self, fitted: _Run, plain: _Run) -> tuple[str, ...]:
+        """Compares gradients bit by bit; returns those that differ between plain steps too."""
+        differing = _differing(fitted.digests, plain.digests)
+        if not differing:
+            return ()
+        with suspended(self.step.model), without_caches(self.step.model), self._preserving():
+            self._prepare()
+            self._step()
+            again = self._digests()
+        drifting = _differing(plain.digests, again)
+        if wrong := [name for name in differing if name not in drifting]:
+            raise VerificationError(
+                f"Under the plan the gradient of {', '.join(map(repr, wrong[:5]))}"
+                f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''} differs from the plain step's, though two"
+                " plain steps agree. Run recoup.audit on the model: a unit does not repeat itself in its replay."
+            )
+        return tuple(differing)
+
+
+def _differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    names = sorted(first.keys() | second.keys())
+    return [
+        name
+        for name in names
+        if name not in first or name not in second or not torch.equal(first[name], second[name])
+    ]
+
+
+def check_budget(verification: Verification, plan: ModelPlan) -> int:
+    """By how many bytes the measured peak passes the budget; 0 if it does not."""
+    return max(0, verification.peak_bytes - plan.budget_bytes)
+
+
+def refuse(verification: Verification, plan: ModelPlan, num_rounds: int) -> VerificationError:
+    """Says that no plan kept under the budget."""
+    return VerificationError(
+        f"After {num_rounds} plans a real step still peaks at {format_bytes(verification.peak_bytes)}, above the budget"
+        f" of {format_bytes(plan.budget_bytes)} (predicted: {format_bytes(plan.predicted_bytes)}). The step's memory"
+        " varies from run to run, for example with the data. Leave a larger margin."
+    )

@@ -1,0 +1,237 @@
+"""``fit``: measure, plan, apply and verify in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.auditing import Audit, audit_step
+from recoup.engines import ModelPlan, apply, plan, remove
+from recoup.engines.verify import Verification, check_budget, refuse, verify_step
+from recoup.errors import BudgetError
+from recoup.measuring.budgets import read_budget
+from recoup.measuring.calls import watch_calls
+from recoup.measuring.intercept import install, installed
+from recoup.measuring.measure import measure_step
+from recoup.measuring.profile import Profile
+from recoup.measuring.steps import TrainingStep
+from recoup.measuring.units import Units, children_of
+from recoup.planning import Problem
+from recoup.sizes import format_bytes
+
+__all__ = ["Fitted", "fit", "verify"]
+
+_MOST_ROUNDS = 3
+_MOST_SPLITS = 4
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A fitted model: what was measured, planned, found unsafe, and verified.
+
+    Attributes:
+        model: the model, with its plan applied.
+        plan: what happens to which unit, and what that was predicted to cost.
+        audit: what could make a replay unsafe.
+        verification: a real step under the plan; ``None`` if that was not asked for.
+    """
+
+    model: nn.Module = field(repr=False)
+    plan: ModelPlan
+    audit: Audit
+    verification: Verification | None
+
+    @property
+    def profile(self) -> Profile:
+        """The measured step."""
+        return self.plan.profile
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def describe(fitted: Fitted) -> str:
+    """A short table: the budget, peaks and seconds, and what happens to which units."""
+    plan, seen = fitted.plan, fitted.verification
+    profile = plan.profile
+    rows = [("", "peak", "seconds")]
+    rows.append(("plain, predicted", format_bytes(profile.plain_bytes), f"{profile.plain.seconds:.4g}"))
+    if seen is not None and seen.plain_peak_bytes is not None and seen.plain_seconds is not None:
+        rows.append(("plain, measured", format_bytes(seen.plain_peak_bytes), f"{seen.plain_seconds:.4g}"))
+    rows.append(("fitted, predicted", format_bytes(plan.predicted_bytes), f"{plan.predicted_s:.4g}"))
+    if seen is not None:
+        rows.append(("fitted, measured", format_bytes(seen.peak_bytes), f"{seen.seconds:.4g}"))
+    rows.append(("budget", format_bytes(plan.budget_bytes), ""))
+    lines = [f"{profile.model} on {profile.device}"]
+    lines += [f"  {name:<18}{peak:>12}{seconds:>12}".rstrip() for name, peak, seconds in rows]
+    if seen is not None:
+        note = (
+            f"; not deterministic in plain steps either: {', '.join(seen.drifting)}" if seen.drifting else ""
+        )
+        lines.append(f"  gradients: {seen.gradients}{note}")
+    lines += [f"  {names}: {what}" for names, what in plan.describe_units()]
+    lines += [f"  kept, because unsafe: {name} ({why})" for name, why in fitted.audit.unsafe.items()]
+    return "\n".join(lines)
+
+
+def fit(
+    model: nn.Module,
+    sample: Any = None,
+    *,
+    budget: int | str,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: Callable[[], Any] | None = None,
+    units: Units | Iterable[Units] | None = None,
+    accumulates: bool = False,
+    verify: bool = True,
+    insist: bool = False,
+) -> Fitted:
+    """Makes a model's training step fit a budget, in place, at the least cost in time.
+
+    Args:
+        model: what is trained, in the mode (train or eval) in which it will be.
+        sample: a tensor, a tuple of positional arguments or a dict of keyword arguments, as large as in training.
+        budget: bytes that the whole step may peak at: ``"8GiB"``, ``"80%"`` of the device, or ``"auto"``, what is free
+            less a margin. It covers parameters, gradients, optimizer state, activations and transients.
+        loss: from the model's output to a scalar; unless given, the output's ``loss``, or the output itself.
+        optimizer: whose state counts, also before its first step.
+        step: a callable that runs a whole training step, for loops that are not ``loss(model(*sample))``.
+        units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
+        accumulates: gradients are there when a step begins, because several backwards add up in them.
+        verify: run a real step under the plan and compare it with the prediction, the budget and the plain step.
+        insist: let units be replayed that the audit finds unsafe.
+
+    Raises:
+        BudgetError: nothing fits; it names the smallest feasible budget.
+        SampleError: the model does not take the sample, or has nothing to train.
+        LossError: the loss is no scalar.
+        UnitError: there are no such units.
+        VerificationError: a real step passes the budget, or changes a gradient.
+
+    The model is as before if an exception leaves this function.
+
+    >>> import torch
+    >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    >>> model = torch.nn.Sequential(*layers)
+    >>> fitted = fit(model, torch.zeros(512, 64), budget="1.4MB", loss=lambda output: output.mean())
+    >>> fitted.verification.peak_bytes <= 1_400_000, fitted.verification.gradients
+    (True, 'bit-equal')
+    """
+    training = TrainingStep(model, sample, loss=loss, step=step)
+    fitting = _Fitting(training, optimizer, accumulates=accumulates, insist=insist)
+    chosen = fitting.plan(units, read_budget(budget, model, sample))
+    earlier = installed(model)
+    try:
+        apply(model, chosen)
+        verification = None
+        if verify:
+            chosen, verification = fitting.verify(chosen)
+    except BaseException:
+        remove(model)
+        for stand_in in reversed(earlier):
+            install(stand_in.module, stand_in)
+        raise
+    return Fitted(model, chosen, fitting.audit, verification)
+
+
+def verify(
+    model: nn.Module,
+    plan: ModelPlan,
+    sample: Any = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: Callable[[], Any] | None = None,
+) -> Verification:
+    """Runs a real step of a model whose plan is applied: peak against budget, gradients against the plain step.
+
+    Raises:
+        VerificationError: the peak passes the plan's budget, or a gradient differs from the plain step's.
+    """
+    seen = verify_step(TrainingStep(model, sample, loss=loss, step=step), plan, optimizer)
+    if check_budget(seen, plan):
+        raise refuse(seen, plan, 1)
+    return seen
+
+
+class _Fitting:
+    """One fit: what is learned on the way."""
+
+    def __init__(
+        self, step: TrainingStep, optimizer: torch.optim.Optimizer | None, *, accumulates: bool, insist: bool
+    ) -> None:
+        self.step, self.optimizer = step, optimizer
+        self.accumulates, self.insist = accumulates, insist
+        self.audit = Audit(())
+
+    def plan(self, units: Units | Iterable[Units] | None, budget_bytes: int) -> ModelPlan:
+        """Measures and plans; units that stand in the way of the budget are split into what they call."""
+        wanted = units
+        smallest: BudgetError | None = None
+        for _ in range(_MOST_SPLITS):
+            profile = self._measure(wanted)
+            try:
+                return plan(profile, budget_bytes)
+            except BudgetError as error:
+                if smallest is None or error.smallest_bytes < smallest.smallest_bytes:
+                    smallest = error
+                wanted = self._split(profile, error.unit)
+                if wanted is None or units is not None:
+                    break
+        assert smallest is not None
+        raise smallest
+
+    def _measure(self, units: Units | Iterable[Units] | None) -> Profile:
+        return measure_step(
+            self.step,
+            optimizer=self.optimizer,
+            units=units,
+            accumulates=self.accumulates,
+            examine=self._examine,
+        )
+
+    def _examine(
+        self, step: TrainingStep, units: Sequence[nn.Module], indices: Collection[int]
+    ) -> Mapping[str, str]:
+        self.audit = audit_step(step, units, only=indices)
+        return {} if self.insist else self.audit.unsafe
+
+    def _split(self, profile: Profile, name: str) -> list[nn.Module] | None:
+        """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""
+        found = [unit for unit in profile.units if unit.name == name]
+        if not found or found[0].module is None:
+            return None
+        modules = dict(self.step.model.named_modules())
+        root = watch_calls(self.step)
+        names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
+        alike = {unit.module for unit in profile.units if unit.kind == found[0].kind}
+        split: list[nn.Module] = []
+        for module in names:
+            inside = children_of(root, modules[module]) if module in alike else []
+            split += inside or [modules[module]]
+        return split if len(split) > len(names) else None
+
+    def verify(self, chosen: ModelPlan) -> tuple[ModelPlan, Verification]:
+        """Verifies; where a real step passes the budget, plans again with what that showed."""
+        for round_number in range(1, _MOST_ROUNDS + 1):
+            seen = verify_step(self.step, chosen, self.optimizer)
+            if not check_budget(seen, chosen):
+                return chosen, seen
+            if round_number == _MOST_ROUNDS:
+                break
+            chosen = plan(_with_surprise(chosen, seen), chosen.budget_bytes)
+            apply(self.step.model, chosen)
+        raise refuse(seen, chosen, _MOST_ROUNDS)
+
+
+def _with_surprise(chosen: ModelPlan, seen: Verification) -> Profile:
+    """The profile with the bytes that the prediction missed, as if they were always there."""
+    surprise = seen.peak_bytes - chosen.predicted_bytes
+    problem = chosen.profile.problem
+    learned = Problem(problem.units, resident_bytes=problem.resident_bytes + max(0, surprise))
+    return replace(chosen.profile, problem=learned)

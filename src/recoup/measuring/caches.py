@@ -1,0 +1,43 @@
+"""Decoders that fill a key-value cache even while they train: a replay would fill it twice.
+
+Models of the transformers library do so by default, and switch it off where they checkpoint themselves. We do the
+same: while such a model trains, ``use_cache`` is off unless the caller says otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.measuring.intercept import StandIn, intercepted
+
+__all__ = ["CachelessForward", "cached_models", "without_caches"]
+
+
+def cached_models(model: nn.Module) -> list[nn.Module]:
+    """The modules that would fill a cache by default."""
+    return [
+        module
+        for module in model.modules()
+        if getattr(getattr(module, "config", None), "use_cache", False)
+        and "use_cache" in inspect.signature(module.forward).parameters
+    ]
+
+
+class CachelessForward(StandIn):
+    """Stands in for a forward that takes ``use_cache``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Switches the cache off where the caller left it to the model."""
+        if torch.is_grad_enabled() and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
+        return self.original(*args, **kwargs)
+
+
+def without_caches(model: nn.Module) -> AbstractContextManager[None]:
+    """Switches caches off inside a ``with`` block."""
+    return intercepted({module: CachelessForward(module) for module in cached_models(model)})

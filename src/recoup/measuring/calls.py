@@ -1,0 +1,98 @@
+"""Which modules a step calls, inside which, and how much memory passes through each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+from recoup.measuring.steps import TrainingStep
+from recoup.measuring.tracker import MemoryTracker
+
+__all__ = ["ModuleCall", "kind_of_module", "module_names", "watch_calls"]
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module in a step.
+
+    Attributes:
+        name: of the module in the model; the model itself is ``""``.
+        module: that was called.
+        inside: the calls that it made.
+        made_bytes: of all storages that were made meanwhile.
+    """
+
+    name: str
+    module: nn.Module
+    inside: list[ModuleCall] = field(default_factory=list)
+    made_bytes: int = 0
+
+    def walk(self) -> Iterator[ModuleCall]:
+        """This call and all inside it, in order."""
+        yield self
+        for call in self.inside:
+            yield from call.walk()
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Every module's name; one that has several is known by the first."""
+    return {module: name for name, module in model.named_modules()}
+
+
+def kind_of_module(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules of the same class with the same parameters and settings: blocks of one kind."""
+    settings = tuple((type(child), child.extra_repr()) for child in module.modules())
+    shapes = tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
+    return (type(module), settings, shapes)
+
+
+def watch_calls(step: TrainingStep) -> ModuleCall:
+    """Runs the step's forward once, without a graph, and returns what was called, under one root.
+
+    Raises:
+        SampleError: the model does not take the sample.
+    """
+    root = ModuleCall("", step.model)
+    with MemoryTracker() as memory, torch.no_grad(), _calls_noted(root, module_names(step.model), memory):
+        try:
+            step.run_unchecked()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise step.refusal(error) from error
+    outer = [call for call in root.inside if call.module is step.model]
+    if len(root.inside) == 1 and outer:
+        return outer[0]
+    root.made_bytes = memory.made_bytes
+    return root
+
+
+@contextmanager
+def _calls_noted(root: ModuleCall, names: dict[nn.Module, str], memory: MemoryTracker) -> Iterator[None]:
+    stack = [root]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            call = ModuleCall(names[module], module, made_bytes=-memory.made_bytes)
+            stack[-1].inside.append(call)
+            stack.append(call)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names and stack[-1].module is module:
+            stack.pop().made_bytes += memory.made_bytes
+
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

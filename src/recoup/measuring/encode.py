@@ -1,0 +1,296 @@
+"""From measured calls to a planning problem.
+
+NOTE [ Values between units ]
+    1. Positions are the units' calls and, between them, the code that made or saved anything; the tail (the rest
+       of the model and the loss) is the last. Code only keeps, and runs once.
+    2. A position's *output*, in the planner's sense, is what the next position reads (a unit: as an argument; code:
+       by saving it). The planner drops it, or keeps it, as its plan says.
+    3. What a later position than the next one reads or saves (a skip) must stay wherever it was made: it counts as
+       held by its producer, whatever the option. Its producer runs once. If only replays need it, it counts as held by
+       the reader's options that replay.
+    4. The gradient of such a value lives from its last reader's backward to its producer's.
+    5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen.
+    6. What the model's output holds on to lives through the whole backward.
+    7. The planner takes the gradients of a position's output and input to live together, through its whole
+       backward. Where a unit is measured to need less, the gradient between it and a position that runs once is
+       counted as smaller, and the difference as transient on the other side.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from recoup.measuring.costs import CodeSeconds, RecipeCosts, StepCosts
+from recoup.measuring.structure import Code, SeenCall
+from recoup.planning import Option, Problem, Unit
+
+__all__ = ["Position", "encode", "positions_of"]
+
+
+@dataclass
+class Position:
+    """A unit's call, or code, in the order of the step."""
+
+    name: str
+    call: int | None
+    seen: SeenCall | None
+    code: Code
+    seconds: CodeSeconds
+    is_tail: bool = False
+    made: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, int] = field(default_factory=dict)
+    runs_once: bool = False
+    held_bytes: int = 0
+    held_by_replays: int = 0
+    gradient_bytes: int = 0
+    counted_gradient_bytes: int = 0
+    skip_gradient_bytes: int = 0
+    kept_output_bytes: int = 0
+    user_bytes: int = 0
+    unsaved_input_bytes: int = 0
+
+    @property
+    def reads(self) -> dict[int, int]:
+        """Storages that it is given, or saves."""
+        return self.code.saved if self.seen is None else self.seen.arguments
+
+    def saves(self, value: int) -> bool:
+        """Whether it holds on to a storage, though nothing of it is replayed."""
+        return value in (self.code.saved if self.seen is None else self.seen.saved_arguments)
+
+
+def positions_of(costs: StepCosts) -> list[Position]:
+    """The step's positions, with everything that passes between them settled."""
+    structure = costs.structure
+    found: list[Position] = []
+    for index, seen in enumerate(structure.calls):
+        if seen.code.saved or seen.code.transient_bytes:
+            found.append(Position(f"before {seen.name}", None, None, seen.code, costs.code_seconds[index]))
+        found.append(Position(seen.name, index, seen, seen.code, costs.code_seconds[index]))
+    tail = structure.tail
+    found.append(
+        Position("loss", None, None, tail.code, costs.code_seconds[-1], is_tail=True, runs_once=True)
+    )
+    _find_producers(found)
+    _settle_values(found)
+    return found
+
+
+def _find_producers(positions: list[Position]) -> None:
+    """Says which position made which storage."""
+    known: set[int] = set()
+    for index, position in enumerate(positions):
+        if position.seen is None:
+            position.runs_once = True
+            position.made = {value: size for value, size in position.code.saved.items() if value not in known}
+        else:
+            earlier = {**position.seen.alive, **position.seen.arguments}
+            unknown = {value: size for value, size in earlier.items() if value not in known}
+            if unknown and index and positions[index - 1].seen is None:
+                positions[index - 1].made |= unknown
+            known |= unknown.keys()
+            position.made = {
+                value: size for value, size in position.seen.outputs.items() if value not in known
+            }
+        known |= position.made.keys()
+
+
+def _settle_values(positions: list[Position]) -> None:
+    last_alive: dict[int, int] = {}
+    for index, position in enumerate(positions):
+        if position.seen is not None:
+            last_alive |= dict.fromkeys(position.seen.alive, index)
+    for index, position in enumerate(positions[:-1]):
+        for value, size in position.made.items():
+            _settle_value(positions, index, value, size, last_alive.get(value, index))
+
+
+def _settle_value(positions: list[Position], index: int, value: int, size: int, last_alive: int) -> None:
+    """NOTE [ Values between units ], 2 to 4, for one storage."""
+    producer, following = positions[index], positions[index + 1]
+    readers = [later for later in range(index + 1, len(positions)) if value in positions[later].reads]
+    savers = [later for later in readers if positions[later].saves(value)]
+    gradient_bytes = _gradient_bytes(positions, index, value)
+    if readers and readers[0] == index + 1:
+        producer.outputs[value] = size
+        if following.seen is not None and not savers and len(readers) == 1:
+            following.unsaved_input_bytes += size
+    elif savers:
+        producer.held_bytes += size
+    elif readers:
+        positions[readers[0]].held_by_replays += size
+    if any(later > index + 1 for later in readers) or last_alive > index + 2:
+        producer.runs_once = True
+    producer.gradient_bytes += gradient_bytes
+    if readers:
+        first = index + 1 if readers[0] == index + 1 and len(readers) > 1 else index + 2
+        for later in range(first, readers[-1]):
+            positions[later].skip_gradient_bytes += gradient_bytes
+
+
+def _gradient_bytes(positions: list[Position], index: int, value: int) -> int:
+    """Of one value; where code made it, its first reader tells whether it needs one."""
+    seen = positions[index].seen
+    if seen is not None:
+        return seen.gradients.get(value, 0)
+    for later in positions[index + 1 :]:
+        if later.seen is not None and value in later.seen.argument_gradients:
+            return later.seen.argument_gradients[value]
+    return 0
+
+
+def encode(costs: StepCosts) -> Problem:
+    """The planning problem of a measured step."""
+    positions = positions_of(costs)
+    _find_user_bytes(positions)
+    _find_kept_outputs(costs, positions)
+    _shrink_gradients(costs, positions)
+    gradients = _parameter_gradients(costs)
+    units = []
+    for index, position in enumerate(positions):
+        before = positions[index - 1] if index else None
+        if position.call is None:
+            options = [_code_option(costs, position, before)]
+            parameter_gradient_bytes = gradients[None] if position.is_tail else 0
+        else:
+            pinned = before is not None and _may_hold_output(costs, before)
+            options = [
+                _option(position, option, before, may_free_input=not pinned)
+                for option in costs.options[position.call]
+            ]
+            parameter_gradient_bytes = gradients[position.call]
+        units.append(
+            Unit(
+                position.name,
+                options,
+                output_bytes=sum(position.outputs.values()),
+                gradient_bytes=position.counted_gradient_bytes,
+                parameter_gradient_bytes=parameter_gradient_bytes,
+                runs_once=position.runs_once,
+            )
+        )
+    resident_bytes = costs.residents.total_bytes + costs.accumulates * costs.residents.gradient_bytes
+    return Problem(units, resident_bytes=resident_bytes)
+
+
+def _may_hold_output(costs: StepCosts, position: Position) -> bool:
+    if position.call is None:
+        return any(position.saves(value) for value in position.outputs)
+    return any(option.bytes.holds_output for option in costs.options[position.call])
+
+
+def _find_user_bytes(positions: list[Position]) -> None:
+    """NOTE [ Values between units ], 5."""
+    counted: set[int] = set()
+    for index, position in enumerate(positions):
+        before = positions[index - 1] if index else None
+        if position.seen is not None:
+            others = position.seen.alive.keys() - counted - position.seen.arguments.keys()
+            position.user_bytes = sum(position.seen.alive[value] for value in others)
+        elif before is not None:
+            position.user_bytes = sum(
+                size for value, size in before.made.items() if value not in before.outputs
+            )
+        for value in position.made:
+            is_held = value in position.outputs or any(later.saves(value) for later in positions[index:])
+            counted |= {value} if is_held else set()
+
+
+def _find_kept_outputs(costs: StepCosts, positions: list[Position]) -> None:
+    """NOTE [ Values between units ], 6: what the output holds on to, where the planner takes it to be free."""
+    last = len(positions) - 1
+    for value, size in costs.structure.tail.output.items():
+        makers = [index for index, position in enumerate(positions) if value in position.made]
+        until = last
+        if makers:
+            maker = positions[makers[0]]
+            until = makers[0] if value in maker.outputs or maker.is_tail else last
+            until -= maker.is_tail and value in maker.code.saved
+        for position in positions[: until + 1]:
+            position.kept_output_bytes += size
+
+
+def _shrink_gradients(costs: StepCosts, positions: list[Position]) -> None:
+    """NOTE [ Values between units ], 7."""
+    for position in positions:
+        position.counted_gradient_bytes = position.gradient_bytes
+    for position, following in pairwise(positions):
+        if position.runs_once and following.call is not None:
+            needed = min(option.bytes.backward_peak_bytes for option in costs.options[following.call])
+            slack = following.gradient_bytes + position.gradient_bytes - needed
+            position.counted_gradient_bytes -= max(0, min(slack, position.gradient_bytes))
+
+
+def _parameter_gradients(costs: StepCosts) -> dict[int | None, int]:
+    """Bytes of the parameter gradients that appear in each call's backward, or in the tail's: each once."""
+    made: dict[int | None, int] = defaultdict(int)
+    if costs.accumulates:
+        return made
+    tail = costs.structure.tail
+    made[None] = tail.parameter_gradient_bytes
+    claimed = set(tail.parameters)
+    for index, seen in reversed(list(enumerate(costs.structure.calls))):
+        for parameter in seen.module.parameters():
+            if parameter.requires_grad and id(parameter) not in claimed:
+                claimed.add(id(parameter))
+                made[index] += parameter.numel() * parameter.element_size()
+    # Parameters that only the code between units uses: their gradients come last.
+    made[0] += costs.residents.gradient_bytes - sum(made.values())
+    return made
+
+
+def _code_option(costs: StepCosts, position: Position, before: Position | None) -> Option:
+    made = {value: size for value, size in position.code.saved.items() if value in position.made}
+    own_bytes = sum(size for value, size in made.items() if value not in position.outputs)
+    held_bytes = own_bytes + (0 if position.is_tail else position.held_bytes)
+    transient_bytes = position.code.transient_bytes + position.user_bytes
+    forward_bytes = max(0, transient_bytes - held_bytes - sum(position.outputs.values()))
+    input_bytes = before.gradient_bytes if before is not None else 0
+    if position.is_tail:
+        needed_bytes = costs.structure.tail.backward_bytes
+    else:
+        needed_bytes = max(forward_bytes, input_bytes) + position.gradient_bytes
+    return Option(
+        "keep",
+        forward_s=position.seconds.forward_s,
+        backward_s=position.seconds.backward_s,
+        held_bytes=held_bytes,
+        holds_output=any(value in position.outputs for value in made),
+        forward_transient_bytes=forward_bytes,
+        backward_transient_bytes=_backward_transient(position, before, needed_bytes),
+    )
+
+
+def _backward_transient(position: Position, before: Position | None, needed_bytes: int) -> int:
+    """What a backward needs beyond the gradients that the planner counts."""
+    counted = position.counted_gradient_bytes + (before.counted_gradient_bytes if before is not None else 0)
+    return max(0, needed_bytes - counted) + position.kept_output_bytes + position.skip_gradient_bytes
+
+
+def _option(
+    position: Position, option: RecipeCosts, before: Position | None, *, may_free_input: bool
+) -> Option:
+    cost = option.bytes
+    output_bytes = sum(position.outputs.values())
+    held_bytes = cost.held_bytes + position.held_bytes
+    # An output that the next position does not read is no output to the planner; its own graph may hold it still.
+    holds_output = cost.holds_output and output_bytes > 0
+    if cost.holds_output and not holds_output:
+        held_bytes += max(0, cost.output_bytes - position.held_bytes)
+    if option.recipe.whole:
+        held_bytes += position.held_by_replays
+    elif may_free_input:
+        # The planner holds a unit's input for its backward; this one does without.
+        held_bytes -= min(held_bytes, position.unsaved_input_bytes)
+    needed_bytes = cost.forward_peak_bytes + position.user_bytes
+    return Option(
+        option.recipe.name,
+        forward_s=option.seconds.forward_s,
+        backward_s=option.seconds.backward_s,
+        held_bytes=held_bytes,
+        holds_output=holds_output,
+        forward_transient_bytes=max(0, needed_bytes - held_bytes - output_bytes),
+        backward_transient_bytes=_backward_transient(position, before, cost.backward_peak_bytes),
+    )

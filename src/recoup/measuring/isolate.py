@@ -1,0 +1,156 @@
+"""Measuring one unit's call by itself, under one recipe: what it holds, what it needs, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from recoup.measuring.anchor import gradients_from, seeded
+from recoup.measuring.meter import Meter
+from recoup.measuring.options import Recipe, run_recipe
+from recoup.measuring.streaming import UnitCall
+from recoup.measuring.trees import storages_of
+
+__all__ = [
+    "CallBytes",
+    "CallSeconds",
+    "Gradients",
+    "forward_and_backward",
+    "measure_bytes",
+    "measure_seconds",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CallBytes:
+    """Bytes of one call under one recipe, all beyond what lived before it.
+
+    Attributes:
+        forward_peak_bytes: the most in its forward, with its output.
+        output_bytes: of its output, as far as its arguments do not hold it already.
+        held_bytes: between forward and backward, without its output.
+        holds_output: whether its graph holds the output too.
+        backward_peak_bytes: the most in its backward beyond what it held, with the gradients of its output, its
+            arguments and its parameters.
+    """
+
+    forward_peak_bytes: int
+    output_bytes: int
+    held_bytes: int
+    holds_output: bool
+    backward_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallSeconds:
+    """Seconds of one call under one recipe; the backward includes its replay."""
+
+    forward_s: float
+    backward_s: float
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+class Gradients(Enum):
+    """What a unit's parameters have when its backward runs: this decides what new gradients need beside them."""
+
+    NONE = "none"
+    """New gradients stay."""
+    SHARED = "shared"
+    """Another call gave them some in the same backward, which autograd adds up."""
+    ACCUMULATED = "accumulated"
+    """An earlier backward left them, and new ones are added in place."""
+
+
+def measure_bytes(
+    call: UnitCall, recipe: Recipe, meter: Meter, *, gradients: Gradients = Gradients.NONE
+) -> CallBytes:
+    """Runs a call forward and backward inside ``meter.watching()``."""
+    args, kwargs, start = call.fresh()
+    parameters = _trained(call.module)
+    if gradients is Gradients.ACCUMULATED:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+    before = meter.live_bytes()
+    meter.reset_peak()
+    output = run_recipe(recipe, call.module, call.fn, args, kwargs)
+    forward_peak = meter.peak_bytes() - before
+    with_output = meter.live_bytes() - before
+    given, made = storages_of((args, kwargs)), storages_of(output)
+    output_bytes = sum(_rounded(size, meter) for key, size in made.items() if key not in given)
+    seed = seeded(output)
+    del output, args, kwargs
+    held_bytes = meter.live_bytes() - before
+    freed_bytes = with_output - held_bytes
+    holds_output = output_bytes > 0 and freed_bytes < output_bytes
+    if seed is None:
+        return CallBytes(forward_peak, output_bytes, 0, False, 0)
+    backward_peak = _backward_peak(seed, start, parameters, meter, gradients)
+    return CallBytes(
+        forward_peak,
+        output_bytes,
+        held_bytes - (output_bytes - freed_bytes if holds_output else 0),
+        holds_output,
+        backward_peak,
+    )
+
+
+def _backward_peak(
+    seed: Tensor, start: Tensor, parameters: list[nn.Parameter], meter: Meter, gradients: Gradients
+) -> int:
+    meter.reset_peak()
+    before = meter.live_bytes()
+    if gradients is Gradients.ACCUMULATED:
+        torch.autograd.backward(seed, torch.empty(0), inputs=[start, *parameters])
+        for parameter in parameters:
+            parameter.grad = None
+        return meter.peak_bytes() - before
+    earlier = seeded(parameters) if gradients is Gradients.SHARED else None
+    if earlier is None:
+        gradients_from([seed], [start, *parameters])
+        return meter.peak_bytes() - before
+    # Made last, it runs first: autograd then has these gradients, and adds the unit's own.
+    gradients_from([seed, earlier], [start, *parameters])
+    there = sum(_rounded(p.numel() * p.element_size(), meter) for p in parameters)
+    return meter.peak_bytes() - before - there
+
+
+def _rounded(num_bytes: int, meter: Meter) -> int:
+    return -(-num_bytes // meter.rounding_bytes) * meter.rounding_bytes
+
+
+def forward_and_backward(call: UnitCall, recipe: Recipe) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Two functions to be run one after the other: the call's forward and its backward."""
+    args, kwargs, start = call.fresh()
+    parameters = _trained(call.module)
+    seeds: list[Tensor | None] = []
+
+    def forward() -> None:
+        seeds.append(seeded(run_recipe(recipe, call.module, call.fn, args, kwargs)))
+
+    def backward() -> None:
+        seed = seeds.pop()
+        if seed is not None:
+            gradients_from([seed], [start, *parameters])
+
+    return forward, backward
+
+
+def measure_seconds(
+    call: UnitCall, recipe: Recipe, meter: Meter, *, repeats: int, warm_up: bool
+) -> CallSeconds:
+    """Times a call outside ``meter.watching()``: medians of several runs."""
+
+    def run() -> list[float]:
+        return meter.seconds(*forward_and_backward(call, recipe))
+
+    if warm_up:
+        run()
+    forward_s, backward_s = meter.medians(repeats, run)
+    return CallSeconds(forward_s, backward_s)

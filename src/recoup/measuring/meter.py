@@ -1,0 +1,192 @@
+"""Live and peak bytes of a device: exact storages on the CPU, the allocator's own statistics on CUDA."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.errors import SampleError
+from recoup.measuring.tracker import MemoryTracker
+from recoup.measuring.trees import tensors_in
+
+__all__ = ["Meter", "device_of", "make_meter"]
+
+
+class Meter(ABC):
+    """Reads a device's memory while code runs inside `watching`, and times code outside it."""
+
+    rounding_bytes = 1
+    """What sizes are rounded up to by the device's allocator."""
+
+    @abstractmethod
+    def watching(self) -> Any:
+        """A context inside which `live_bytes` and `peak_bytes` can be read."""
+
+    @abstractmethod
+    def live_bytes(self) -> int:
+        """Bytes that live now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most bytes that lived since `reset_peak`."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Starts a new peak from what lives now."""
+
+    @abstractmethod
+    def stamp(self) -> Any:
+        """A point in time, in the order in which the device works."""
+
+    @abstractmethod
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """Seconds between two points in time."""
+
+    def seconds(self, *parts: Callable[[], Any]) -> list[float]:
+        """Runs the parts one after the other and returns how long each took; the device's queue is never drained."""
+        stamps = [self.stamp()]
+        for part in parts:
+            part()
+            stamps.append(self.stamp())
+        return [self.elapsed_s(first, second) for first, second in pairwise(stamps)]
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """What the device could still give."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """All that the device has."""
+
+    def medians(self, repeats: int, run: Callable[[], list[float]]) -> list[float]:
+        """Part by part, the medians over several runs."""
+        return [statistics.median(times) for times in zip(*(run() for _ in range(repeats)), strict=True)]
+
+
+class CpuMeter(Meter):
+    """Exact bytes of storages, by a tracker. What lived before counts zero."""
+
+    def __init__(self) -> None:
+        self._tracker: MemoryTracker | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts storages made inside."""
+        with MemoryTracker() as tracker:
+            self._tracker = tracker
+            try:
+                yield
+            finally:
+                self._tracker = None
+
+    @property
+    def tracker(self) -> MemoryTracker:
+        """The tracker of the present `watching`."""
+        assert self._tracker is not None, "read a CPU's memory inside watching()"
+        return self._tracker
+
+    def live_bytes(self) -> int:
+        return self.tracker.current_bytes
+
+    def peak_bytes(self) -> int:
+        return self.tracker.peak_bytes
+
+    def reset_peak(self) -> None:
+        self.tracker.reset_peak()
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, first: float, second: float) -> float:
+        return second - first
+
+    def free_bytes(self) -> int:
+        return _host_memory("MemAvailable")
+
+    def total_bytes(self) -> int:
+        return _host_memory("MemTotal")
+
+
+class CudaMeter(Meter):
+    """The caching allocator's statistics: what every tensor really takes, with its rounding."""
+
+    rounding_bytes = 512
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Nothing to switch on: the allocator always counts."""
+        yield
+
+    def live_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def elapsed_s(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        second.synchronize()
+        return float(first.elapsed_time(second)) / 1e3
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + reusable
+
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1]
+
+
+def _host_memory(field: str) -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith(f"{field}:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    pages = "SC_AVPHYS_PAGES" if field == "MemAvailable" else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_meter(device: torch.device) -> Meter:
+    """The meter for a device."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type == "cpu":
+        return CpuMeter()
+    raise SampleError(f"recoup measures models on cpu and cuda; this one is on {device}.")
+
+
+def device_of(model: nn.Module, sample: Any = None) -> torch.device:
+    """The one device that a model's step runs on."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    accelerators = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
+    if len(accelerators) > 1:
+        raise SampleError(
+            f"The model is on {', '.join(map(str, accelerators))}. recoup plans one device at a time: fit each"
+            " part on its own device."
+        )
+    if accelerators:
+        return accelerators[0]
+    found = {tensor.device for tensor in tensors_in(sample)} - {torch.device("cpu")}
+    return next(iter(found)) if found and not devices else torch.device("cpu")

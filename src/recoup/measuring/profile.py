@@ -1,0 +1,91 @@
+"""The measured numbers of a model's step: what `measure` returns and `plan` reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from recoup.measuring.costs import Residents
+from recoup.measuring.options import Recipe
+from recoup.planning import Backward, Forward, Keep, Problem, Schedule, Simulation, simulate
+from recoup.sizes import format_bytes
+
+__all__ = ["Profile", "ProfiledUnit"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledUnit:
+    """A position of the step: a unit's call, or the code between units.
+
+    Attributes:
+        name: of the call, such as ``"blocks.3"``, or ``"cell#2"`` for a second call; code is named by what follows.
+        module: the module's name in the model; ``None`` for code.
+        call: which call of that module it is, from 0.
+        kind: the same number for units that cost the same.
+        recipes: in the order of the problem's options.
+        unsafe: why it is kept whatever the budget; empty if it may be replayed.
+    """
+
+    name: str
+    module: str | None
+    call: int
+    kind: int
+    recipes: tuple[Recipe, ...]
+    unsafe: str = ""
+
+    @property
+    def is_code(self) -> bool:
+        """Whether it is code between units, which only the model itself can run."""
+        return self.module is None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The measured numbers of a model's step.
+
+    Attributes:
+        model: the model's class.
+        device: that it was measured on.
+        units: every position of the step, in order; the last is the loss.
+        problem: the same in numbers, as the planner reads it.
+        residents: what lives for the whole step.
+        accumulates: whether gradients are there when a step begins.
+    """
+
+    model: str
+    device: str
+    units: tuple[ProfiledUnit, ...] = field(repr=False)
+    problem: Problem = field(repr=False)
+    residents: Residents
+    accumulates: bool = False
+
+    @cached_property
+    def plain(self) -> Simulation:
+        """The step with everything kept, as it would run without recoup."""
+        last = len(self.units) - 1
+        keep = [Forward(index, keep=Keep.OPTION, option=0) for index in range(last + 1)]
+        return simulate(
+            self.problem, Schedule([*keep, *(Backward(index, option=0) for index in range(last, -1, -1))])
+        )
+
+    @property
+    def plain_bytes(self) -> int:
+        """Predicted peak of the plain step, the optimizer's step included."""
+        return max(self.plain.peak_bytes, self.residents.optimizer_peak_bytes)
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the plain step takes beyond parameters, gradients, optimizer state and sample."""
+        fixed = self.residents.total_bytes + self.residents.gradient_bytes
+        return max(0, self.plain.peak_bytes - fixed)
+
+    def __str__(self) -> str:
+        num_calls = sum(not unit.is_code for unit in self.units)
+        num_kinds = len({unit.kind for unit in self.units if not unit.is_code})
+        return (
+            f"{self.model} on {self.device}: {num_calls} unit calls of {num_kinds} kinds;"
+            f" plain step {self.plain.seconds:.4g} s, peak {format_bytes(self.plain_bytes)}"
+            f" ({format_bytes(self.residents.parameter_bytes)} parameters,"
+            f" {format_bytes(self.residents.gradient_bytes)} gradients,"
+            f" {format_bytes(self.residents.optimizer_bytes)} optimizer)."
+        )

@@ -1,0 +1,170 @@
+"""Running a step unit by unit, with the graph cut around each, so that no more than one unit's memory is needed.
+
+NOTE [ Streaming ]
+    1. Code between the units runs as it always does, with a graph. Units are called with detached arguments and
+       hand on outputs whose history begins there: nothing that a unit saves outlives its call.
+    2. What a unit does with its call is for the visitor to say: look, measure, compare. `UnitCall.glance` is the
+       cheapest: a forward that records a graph without any data in it.
+    3. After the step's first backward nothing more is visited. A second forward before the gradients are dropped
+       means that the step accumulates gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from recoup.checkpointing.replay import pop_hooks, push_hooks
+from recoup.measuring.anchor import anchored
+from recoup.measuring.calls import module_names
+from recoup.measuring.intercept import intercepted
+from recoup.measuring.steps import TrainingStep
+
+__all__ = ["UnitCall", "Visitor", "stream"]
+
+
+@dataclass(frozen=True, eq=False)
+class UnitCall:
+    """One call of a unit in a streamed step.
+
+    Attributes:
+        index: among the step's unit calls.
+        name: of the module; with ``#2`` if this is its second call, and so on.
+        module: the unit.
+        fn: its own forward.
+        args: positional arguments, as the code before gave them; `fresh` cuts them off from it.
+        kwargs: keyword arguments.
+        holds: whether a `glance` must hold what is saved, because a backward runs inside the forward.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    holds: bool = False
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+        """Arguments with a history of their own, and where that history begins."""
+        (args, kwargs), start = anchored((self.args, self.kwargs))
+        return args, kwargs, start
+
+    def glance(self, note: Callable[[Tensor], None] | None = None) -> Any:
+        """Runs the forward and forgets what it saves, after ``note`` has seen each saved tensor.
+
+        It runs on the real arguments, so that a list which the unit fills is filled for the code after it.
+        """
+
+        def pack(tensor: Tensor) -> Tensor:
+            if note is not None:
+                note(tensor)
+            return tensor.detach() if self.holds else _NOTHING
+
+        push_hooks(pack, _give_back)
+        try:
+            return self.fn(*self.args, **self.kwargs)
+        except _ForgottenError:
+            if self.holds:
+                raise
+        finally:
+            pop_hooks()
+        return replace(self, holds=True).glance(note)
+
+
+class _ForgottenError(Exception):
+    """Something needs a saved tensor that was let go of."""
+
+
+_NOTHING = torch.empty(0)
+
+
+def _give_back(packed: Tensor) -> Tensor:
+    if packed is _NOTHING:
+        raise _ForgottenError
+    return packed
+
+
+class Visitor(Protocol):
+    """What happens along a streamed step."""
+
+    def enter(self, call: UnitCall) -> None:
+        """The code before a unit has run; ``call`` is about to."""
+
+    def visit(self, call: UnitCall) -> Any:
+        """Runs the unit, at least once; returns its output."""
+
+    def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
+        """The unit has handed on ``output``, whose history begins at ``start``."""
+
+    def end(self, loss: Tensor, output: Any) -> None:
+        """The forward has ended; the model's ``output`` is known unless a step of the user's ran it."""
+
+
+class _Stream:
+    """The state of one streamed step."""
+
+    def __init__(self, step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> None:
+        self.step, self.units, self.visitor = step, units, visitor
+        self.num_calls = 0
+        self.calls_of: dict[nn.Module, int] = {}
+        self.is_inside = False
+        self.has_ended = False
+        self.accumulates = False
+
+    def run(self) -> None:
+        names = module_names(self.step.model)
+        with intercepted({unit: self._stand_in(unit, names[unit] or "model") for unit in self.units}):
+            self.step.run(self._backward)
+
+    def _stand_in(self, unit: nn.Module, name: str) -> Callable[..., Any]:
+        fn = unit.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.is_inside or not torch.is_grad_enabled():
+                return fn(*args, **kwargs)
+            number = self.calls_of[unit] = self.calls_of.get(unit, 0) + 1
+            label = name if number == 1 else f"{name}#{number}"
+            with self._inside():
+                if self.has_ended:
+                    self.accumulates = True
+                    with torch.no_grad():
+                        return fn(*args, **kwargs)
+                return self._visit(label, unit, fn, args, kwargs)
+
+        return forward
+
+    def _visit(self, label: str, unit: nn.Module, fn: Any, args: Any, kwargs: Any) -> Any:
+        call = UnitCall(self.num_calls, label, unit, fn, args, kwargs)
+        self.num_calls += 1
+        self.visitor.enter(call)
+        output = self.visitor.visit(call)
+        handed, start = anchored(output)
+        del output
+        self.visitor.leave(call, handed, start)
+        return handed
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    def _backward(self, loss: Tensor, output: Any) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.visitor.end(loss, output)
+
+
+def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> bool:
+    """Runs a step by NOTE [ Streaming ]; returns whether it accumulates gradients over several forwards."""
+    running = _Stream(step, units, visitor)
+    running.run()
+    return running.accumulates

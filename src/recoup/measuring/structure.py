@@ -1,0 +1,319 @@
+"""First look at a step: which storages pass between the units, who saves them, and what else is alive meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.checkpointing.replay import pop_hooks, push_hooks
+from recoup.errors import LossError
+from recoup.measuring.calls import kind_of_module
+from recoup.measuring.intercept import intercepted
+from recoup.measuring.meter import Meter
+from recoup.measuring.steps import TrainingStep
+from recoup.measuring.streaming import UnitCall, stream
+from recoup.measuring.tracker import MemoryTracker
+from recoup.measuring.trees import needing_gradient, tensors_in
+
+__all__ = ["Code", "SeenCall", "Structure", "Tail", "look"]
+
+Storages = dict[int, int]
+"""Bytes by a storage's number."""
+_LOSS_GRADIENT = -1
+
+
+@dataclass(frozen=True)
+class Code:
+    """What ran between two units (before the first, after the last).
+
+    Attributes:
+        saved: storages that autograd saved there.
+        transient_bytes: the most that lived meanwhile, beyond what lived before.
+    """
+
+    saved: Storages
+    transient_bytes: int
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """A unit's call as it passes by.
+
+    Attributes:
+        name: of the call.
+        module: the unit.
+        kind: equal for calls that cost the same.
+        arguments: storages that it is given.
+        outputs: storages that it hands on.
+        saved_arguments: those of its arguments that its own graph saves.
+        saved_inside: by modules directly inside it, bytes that their graphs save.
+        gradients: of its outputs, by storage.
+        argument_gradients: of its arguments, by storage.
+        alive: storages that live when it is called.
+        code: what ran before it.
+        shares: whether another part of the step, after it, gives its parameters gradients too.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)
+    kind: tuple[Any, ...] = field(repr=False)
+    arguments: Storages
+    outputs: Storages
+    saved_arguments: frozenset[int]
+    saved_inside: dict[str, int]
+    gradients: Storages
+    argument_gradients: Storages
+    alive: Storages
+    code: Code
+    shares: bool = False
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What runs after the last unit: the rest of the model, and the loss.
+
+    Attributes:
+        code: its forward.
+        backward_bytes: the most that lived in its backward, beyond what lived before.
+        parameter_gradient_bytes: that its backward makes.
+        parameters: that get a gradient there.
+        output: storages that the model's output holds on to during the backward.
+    """
+
+    code: Code
+    backward_bytes: int
+    parameter_gradient_bytes: int
+    parameters: frozenset[int]
+    output: Storages
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A step as `look` saw it."""
+
+    calls: tuple[SeenCall, ...]
+    tail: Tail
+    accumulates: bool
+
+
+class _Numbers:
+    """A number for every storage that lives; what is resident has none."""
+
+    def __init__(self, resident: Iterable[Tensor]) -> None:
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._resident = weakref.WeakSet(tensor.untyped_storage() for tensor in resident)
+        self._next = 0
+
+    def number(self, storage: Any) -> int | None:
+        if storage in self._resident:
+            return None
+        if storage not in self._numbers:
+            self._numbers[storage] = self._next
+            self._next += 1
+        return self._numbers[storage]
+
+    def storages(self, storages: Iterable[Any]) -> Storages:
+        numbered = ((self.number(storage), storage.nbytes()) for storage in storages)
+        return {number: num_bytes for number, num_bytes in numbered if number is not None}
+
+    def of(self, tree: Any) -> Storages:
+        return self.storages(tensor.untyped_storage() for tensor in _strided(tensors_in(tree)))
+
+    def gradients(self, tree: Any) -> Storages:
+        """Bytes of the gradients of what needs one, by storage."""
+        found: Storages = {}
+        for tensor in _strided(needing_gradient(tree)):
+            number = self.number(tensor.untyped_storage())
+            if number is not None:
+                found[number] = found.get(number, 0) + tensor.numel() * tensor.element_size()
+        return found
+
+
+def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+class _Looker:
+    """The visitor of `look`."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        meter: Meter,
+        tracker: MemoryTracker,
+        inside: dict[nn.Module, list[nn.Module]],
+    ) -> None:
+        self.step, self.meter, self.tracker, self.inside = step, meter, tracker, inside
+        model = step.model
+        resident = [*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))]
+        self.numbers = _Numbers(_strided(resident))
+        self.calls: list[SeenCall] = []
+        self.tail: Tail | None = None
+        self.starts: list[Tensor] = []
+        self._begin_code()
+
+    def _begin_code(self) -> None:
+        self._saved: Storages = {}
+        self.meter.reset_peak()
+        self._live_bytes = self.meter.live_bytes()
+
+    def _end_code(self) -> Code:
+        return Code(self._saved, self.meter.peak_bytes() - self._live_bytes)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Notes what the code between units saves."""
+        if tensor.layout is torch.strided:
+            self._saved |= self.numbers.storages([tensor.untyped_storage()])
+        return tensor.detach()
+
+    def enter(self, call: UnitCall) -> None:
+        self._code = self._end_code()
+        self._alive = self.numbers.storages(self.tracker.living())
+
+    def visit(self, call: UnitCall) -> Any:
+        given = (call.args, call.kwargs)
+        arguments = self.numbers.of(given)
+        self._saved_arguments: set[int] = set()
+        inside: dict[nn.Module, dict[int, int]] = {}
+        current: list[nn.Module] = []
+        in_place: set[nn.Module] = set()
+
+        def note(tensor: Tensor) -> None:
+            if tensor.layout is not torch.strided:
+                return
+            storage = tensor.untyped_storage()
+            number = self.numbers.number(storage)
+            if number in arguments:
+                self._saved_arguments.add(number)
+            elif number is not None and current:
+                inside.setdefault(current[0], {})[number] = storage.nbytes()
+
+        with _noting_inside(self.inside.get(call.module, []), current, in_place):
+            output = call.glance(note)
+        names = {module: name for name, module in call.module.named_modules()}
+        saved_inside = {
+            names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
+        }
+        self.calls.append(
+            SeenCall(
+                call.name,
+                call.module,
+                _kind_of_call(call, saved_inside),
+                arguments,
+                self.numbers.of(output),
+                frozenset(self._saved_arguments),
+                saved_inside,
+                self.numbers.gradients(output),
+                self.numbers.gradients(given),
+                self._alive,
+                self._code,
+            )
+        )
+        return output
+
+    def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
+        self.starts.append(start)
+        self._begin_code()
+
+    def end(self, loss: Tensor, output: Any) -> None:
+        code = self._end_code()
+        # The loss has a gradient too, which a backward holds until it ends.
+        held = self.numbers.of((output, loss)) | {_LOSS_GRADIENT: loss.untyped_storage().nbytes()}
+        del output
+        parameters = [p for p in self.step.model.parameters() if p.requires_grad]
+        self.meter.reset_peak()
+        before = self.meter.live_bytes()
+        gradients = torch.autograd.grad(loss, [*self.starts, *parameters], allow_unused=True)
+        peak_bytes = self.meter.peak_bytes() - before
+        made = [
+            (index, gradient)
+            for index, gradient in enumerate(gradients[len(self.starts) :])
+            if gradient is not None
+        ]
+        self.tail = Tail(
+            code,
+            peak_bytes,
+            sum(gradient.numel() * gradient.element_size() for _, gradient in made),
+            frozenset(id(parameters[index]) for index, _ in made),
+            held,
+        )
+
+
+@contextmanager
+def _noting_inside(
+    modules: Sequence[nn.Module], current: list[nn.Module], in_place: set[nn.Module]
+) -> Iterator[None]:
+    """Lets ``current`` name the module inside a unit that runs now, and collects those that change their arguments."""
+
+    def stand_in(module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current.append(module)
+            given = tensors_in((args, kwargs))
+            versions = [tensor._version for tensor in given]
+            try:
+                return original(*args, **kwargs)
+            finally:
+                current.pop()
+                if versions != [tensor._version for tensor in given]:
+                    in_place.add(module)
+
+        return forward
+
+    with intercepted({module: stand_in(module) for module in modules}):
+        yield
+
+
+def _kind_of_call(call: UnitCall, saved_inside: dict[str, int]) -> tuple[Any, ...]:
+    given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((call.args, call.kwargs)))
+    return (kind_of_module(call.module), call.module.training, given, tuple(saved_inside.items()))
+
+
+def _noting_sharing(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
+    """Says of each call whether its parameters got gradients before, going backwards."""
+    known = set(tail.parameters)
+    noted = []
+    for seen in reversed(calls):
+        trained = {id(parameter) for parameter in seen.module.parameters() if parameter.requires_grad}
+        shares = bool(trained & known)
+        noted.append(replace(seen, shares=shares, kind=(seen.kind, shares)))
+        known |= trained
+    return tuple(reversed(noted))
+
+
+def look(
+    step: TrainingStep,
+    units: Sequence[nn.Module],
+    meter: Meter,
+    inside: dict[nn.Module, list[nn.Module]],
+) -> Structure:
+    """Streams the step once and notes its structure.
+
+    Args:
+        step: to look at.
+        units: whose calls the plan will decide about.
+        meter: of the step's device.
+        inside: for each unit, the modules that it calls directly.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(meter.watching())
+        tracker = getattr(meter, "tracker", None) or stack.enter_context(MemoryTracker())
+        looker = _Looker(step, meter, tracker, inside)
+        push_hooks(looker.pack, _given_back)
+        stack.callback(pop_hooks)
+        accumulates = stream(step, units, looker)
+        if looker.tail is None:
+            raise LossError("The step ran no backward. A step= callable must call loss.backward().")
+        calls = _noting_sharing(looker.calls, looker.tail)
+        return Structure(calls, looker.tail, accumulates)
+
+
+def _given_back(tensor: Tensor) -> Tensor:
+    return tensor
