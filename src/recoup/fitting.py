@@ -111,7 +111,7 @@ def fit(
         SampleError: the model does not take the sample, or has nothing to train.
         LossError: the loss is no scalar.
         UnitError: there are no such units.
-        VerificationError: a real step passes the budget, or changes a gradient.
+        VerificationError: a gradient differs from the plain step's.
 
     The model is as before if an exception leaves this function.
 
@@ -218,15 +218,26 @@ class _Fitting:
 
     def verify(self, chosen: ModelPlan) -> tuple[ModelPlan, Verification]:
         """Verifies; where a real step passes the budget, plans again with what that showed."""
-        for round_number in range(1, _MOST_ROUNDS + 1):
+        peaks = []
+        for _ in range(_MOST_ROUNDS):
             seen = verify_step(self.step, chosen, self.optimizer)
             if not check_budget(seen, chosen):
                 return chosen, seen
-            if round_number == _MOST_ROUNDS:
-                break
+            peaks.append(seen.peak_bytes)
             chosen = plan(_with_surprise(chosen, seen), chosen.budget_bytes)
             apply(self.step.model, chosen)
-        raise refuse(seen, chosen, _MOST_ROUNDS)
+        raise _missed(chosen, peaks)
+
+
+def _missed(chosen: ModelPlan, peaks: Sequence[int]) -> BudgetError:
+    smallest = min(peaks)
+    return BudgetError(
+        f"After {len(peaks)} plans a real step of {chosen.profile.model} still peaks at {format_bytes(smallest)}"
+        f" ({smallest} bytes), above the budget of {format_bytes(chosen.budget_bytes)} ({chosen.budget_bytes} bytes)."
+        " Take that as the smallest budget; if the step's memory varies with the data, leave a margin above it.",
+        budget_bytes=chosen.budget_bytes,
+        smallest_bytes=smallest,
+    )
 
 
 def _with_surprise(chosen: ModelPlan, seen: Verification) -> Profile:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recoup.errors import CheckpointError, UnitError
 from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import module_names, watch_calls
-from recoup.measuring.costs import CodeSeconds, RecipeCosts, Residents, StepCosts
+from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.encode import encode, positions_of
 from recoup.measuring.intercept import intercepted, suspended
 from recoup.measuring.isolate import CallBytes, CallSeconds, Gradients, measure_bytes, measure_seconds
@@ -22,7 +22,7 @@ from recoup.measuring.optimizer import optimizer_cost
 from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.preserve import preserving
 from recoup.measuring.profile import Profile, ProfiledUnit
-from recoup.measuring.recipes import promising_recipes
+from recoup.measuring.recipes import promising_recipes, useful_recipes
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall
 from recoup.measuring.structure import SeenCall, Structure, look
@@ -124,7 +124,10 @@ class _Measurement:
         }
         measured_bytes = self._measure_bytes(structure, first, recipes, accumulates)
         code_warm, measured_s = self._measure_seconds(first, measured_bytes)
-        useful = {kind: _useful(measured_bytes[kind], measured_s[kind]) for kind in first}
+        useful = {
+            kind: useful_recipes(measured_bytes[kind], measured_s[kind], inside_s[index])
+            for kind, index in first.items()
+        }
         options = [
             [option for option in useful[seen.kind] if option.recipe == KEEP or seen.name not in unsafe]
             for seen in structure.calls
@@ -140,28 +143,29 @@ class _Measurement:
 
     # Passes
 
-    def _time_inside(
-        self, first: Mapping[Any, int]
-    ) -> tuple[list[CodeSeconds], dict[int, dict[nn.Module, float]]]:
+    def _time_inside(self, first: Mapping[Any, int]) -> tuple[list[CodeSeconds], dict[int, dict[str, float]]]:
         """Streams the step and times the code and the modules inside one unit of each kind."""
-        found: dict[int, dict[nn.Module, float]] = {}
+        found: dict[int, dict[str, float]] = {}
         indices = set(first.values())
 
         def at_call(call: UnitCall) -> None:
             if call.index in indices:
                 modules = self.inside[call.module]
                 time_inside(call, modules, self.meter)
-                found[call.index] = time_inside(call, modules, self.meter)
+                names = {module: name for name, module in call.module.named_modules()}
+                timed = time_inside(call, modules, self.meter)
+                found[call.index] = {
+                    names[module]: seconds for module, seconds in timed.items() if module in names
+                }
 
         return time_code(self.step, self.units, self.meter, at_call), found
 
     def _recipes(
-        self, seen: SeenCall, inside_s: Mapping[nn.Module, float], unsafe: Mapping[str, str]
+        self, seen: SeenCall, inside_s: Mapping[str, float], unsafe: Mapping[str, str]
     ) -> list[Recipe]:
         if not seen.gradients or seen.name in unsafe:
             return [KEEP]
-        names = {module: name for name, module in seen.module.named_modules()}
-        return promising_recipes(seen.saved_inside, {names[m]: s for m, s in inside_s.items() if m in names})
+        return promising_recipes(seen.saved_inside, inside_s)
 
     def _measure_bytes(
         self,
@@ -285,34 +289,6 @@ def _all_of_kind(unsafe: Mapping[str, str], calls: Sequence[SeenCall]) -> dict[s
     """What holds for one unit holds for all of its kind."""
     reasons = {seen.kind: unsafe[seen.name] for seen in calls if seen.name in unsafe}
     return {seen.name: reasons[seen.kind] for seen in calls if seen.kind in reasons}
-
-
-def _useful(sizes: Mapping[Recipe, CallBytes], seconds: Mapping[Recipe, CallSeconds]) -> list[RecipeCosts]:
-    """The recipes worth planning with: each but the first needs fewer bytes than any that is faster."""
-    keep_s = seconds.get(KEEP, CallSeconds(0.0, 0.0))
-    options = []
-    for recipe, size in sizes.items():
-        # To recompute never takes less time than not to; where it was measured so, that is noise.
-        forward_s = max(seconds[recipe].forward_s, keep_s.forward_s)
-        backward_s = max(seconds[recipe].backward_s, keep_s.backward_s)
-        options.append(RecipeCosts(recipe, size, CallSeconds(forward_s, backward_s)))
-    options.sort(
-        key=lambda option: (option.recipe != KEEP, option.seconds.forward_s + option.seconds.backward_s)
-    )
-    useful: list[RecipeCosts] = []
-    for option in options:
-        if not any(_needs_no_more(other.bytes, option.bytes) for other in useful):
-            useful.append(option)
-    return useful
-
-
-def _needs_no_more(first: CallBytes, second: CallBytes) -> bool:
-    return (
-        first.held_bytes + first.holds_output * first.output_bytes
-        <= second.held_bytes + second.holds_output * second.output_bytes
-        and first.forward_peak_bytes <= second.forward_peak_bytes
-        and first.held_bytes + first.backward_peak_bytes <= second.held_bytes + second.backward_peak_bytes
-    )
 
 
 def _faster(first: CodeSeconds, second: CodeSeconds) -> CodeSeconds:

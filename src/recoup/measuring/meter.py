@@ -20,6 +20,9 @@ from recoup.measuring.trees import tensors_in
 
 __all__ = ["Meter", "device_of", "make_meter"]
 
+# About ten milliseconds: the host can queue a unit's operations meanwhile.
+_QUEUE_CYCLES = 20_000_000
+
 
 class Meter(ABC):
     """Reads a device's memory while code runs inside `watching`, and times code outside it."""
@@ -137,6 +140,18 @@ class CudaMeter(Meter):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def seconds(self, *parts: Callable[[], Any]) -> list[float]:
+        """Times on the device with its queue full, as in the middle of a step; or the host's, where that is longer."""
+        torch.cuda._sleep(_QUEUE_CYCLES)
+        stamps, host_s = [self.stamp()], []
+        for part in parts:
+            start = time.perf_counter()
+            part()
+            host_s.append(time.perf_counter() - start)
+            stamps.append(self.stamp())
+        device_s = [self.elapsed_s(first, second) for first, second in pairwise(stamps)]
+        return list(map(max, device_s, host_s))
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

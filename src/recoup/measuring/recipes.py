@@ -1,15 +1,19 @@
-"""Which recipes are worth measuring for a unit: everything, nothing, and the cheapest things inside it to redo."""
+"""Which recipes are worth measuring for a unit, and which of those are worth planning with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from recoup.measuring.costs import RecipeCosts
+from recoup.measuring.isolate import CallBytes, CallSeconds
 from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
 
-__all__ = ["promising_recipes"]
+__all__ = ["promising_recipes", "useful_recipes"]
 
 _MOST_PARTIAL = 4
 _WORTH_SHARE = 0.02
+# A replay may stop early, but not before this share of its forward.
+_LEAST_REPLAY = 0.25
 
 
 def promising_recipes(saved_bytes: Mapping[str, int], forward_s: Mapping[str, float]) -> list[Recipe]:
@@ -31,3 +35,37 @@ def promising_recipes(saved_bytes: Mapping[str, int], forward_s: Mapping[str, fl
     partial = [Recipe(inner=prefix) for prefix in prefixes]
     nested = [Recipe(whole=True, inner=tuple(worth))] if len(worth) > 1 else []
     return [KEEP, RECOMPUTE, *partial, *nested]
+
+
+def useful_recipes(
+    sizes: Mapping[Recipe, CallBytes], seconds: Mapping[Recipe, CallSeconds], inside_s: Mapping[str, float]
+) -> list[RecipeCosts]:
+    """The measured recipes, fastest first, without those that need no fewer bytes than a faster one.
+
+    To recompute takes time; where it was measured to take none, that is noise, and a part of what it repeats is added.
+    """
+    options = [RecipeCosts(KEEP, sizes[KEEP], seconds[KEEP])] if KEEP in sizes else []
+    keep_s = seconds[KEEP] if options else CallSeconds(0.0, 0.0)
+    for recipe, size in sizes.items():
+        if recipe != KEEP:
+            repeated_s = keep_s.forward_s * recipe.whole + sum(
+                inside_s.get(name, 0.0) for name in recipe.inner
+            )
+            forward_s = max(seconds[recipe].forward_s, keep_s.forward_s)
+            backward_s = max(seconds[recipe].backward_s, keep_s.backward_s + _LEAST_REPLAY * repeated_s)
+            options.append(RecipeCosts(recipe, size, CallSeconds(forward_s, backward_s)))
+    options.sort(key=lambda o: (o.recipe != KEEP, o.seconds.forward_s + o.seconds.backward_s))
+    useful: list[RecipeCosts] = []
+    for option in options:
+        if not any(_needs_no_more(other.bytes, option.bytes) for other in useful):
+            useful.append(option)
+    return useful
+
+
+def _needs_no_more(first: CallBytes, second: CallBytes) -> bool:
+    return (
+        first.held_bytes + first.holds_output * first.output_bytes
+        <= second.held_bytes + second.holds_output * second.output_bytes
+        and first.forward_peak_bytes <= second.forward_peak_bytes
+        and first.held_bytes + first.backward_peak_bytes <= second.held_bytes + second.backward_peak_bytes
+    )
