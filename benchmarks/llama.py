@@ -87,7 +87,7 @@ class Bench:
             self.model, shape = Llama().to(torch.bfloat16), (4, 2048)
         self.model.to(self.device)
         self.tokens = torch.randint(500, shape, device=self.device)
-        self.fixed_bytes = sum(2 * p.numel() * p.element_size() for p in self.model.parameters())
+        self.fixed_bytes: int = sum(2 * p.numel() * p.element_size() for p in self.model.parameters())
 
     def step(self, offloads: bool = False) -> None:
         """One forward and backward."""
@@ -125,7 +125,7 @@ class Bench:
             return memory.peak_bytes - self.fixed_bytes // 2
         torch.cuda.reset_peak_memory_stats()
         self.step(offloads)
-        return torch.cuda.max_memory_allocated() - self.fixed_bytes
+        return int(torch.cuda.max_memory_allocated() - self.fixed_bytes)
 
     def survey(self) -> list[Recipe]:
         """All recipes with their peaks and seconds."""
@@ -198,7 +198,8 @@ def main() -> None:
         f"# Llama-style decoder, {bench.fixed_bytes // 4 / 1e9:.2f} B parameters, eager, on {name}",
         "",
         f"{today}, torch {torch.__version__}, bfloat16, {tuple(bench.tokens.shape)} tokens. Activations are the peak"
-        f" beyond parameters and gradients. Medians of {options.rounds} interleaved steps. `python benchmarks/llama.py`.",
+        f" beyond parameters and gradients. Medians of {options.rounds} interleaved steps."
+        " `python benchmarks/llama.py`.",
         "",
         "| recipe | ms | activations GiB |",
         "|---|---|---|",

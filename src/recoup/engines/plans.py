@@ -152,16 +152,22 @@ def _plan_below(profile: Profile, budget_bytes: int) -> ModelPlan | None:
         if chosen.predicted_bytes <= budget_bytes:
             return chosen
         spare_bytes = max(spare_bytes + 1, _state_bytes(profile, chosen.items))
+        if spare_bytes >= budget_bytes:
+            return None
 
 
 def _state_bytes(profile: Profile, items: tuple[Item, ...]) -> int:
     """What units in segments hold for their replay: copies of buffers, arguments from outside the segment."""
-    total = 0
-    for item in items:
-        if isinstance(item, Segment):
-            for unit in profile.problem.units[item.first : item.last + 1]:
-                total += unit.lightest.held_bytes
-    return total
+    swept = [
+        index for item in items if isinstance(item, Segment) for index in range(item.first, item.last + 1)
+    ]
+    return sum(_swept_bytes(profile, index) for index in swept)
+
+
+def _swept_bytes(profile: Profile, index: int) -> int:
+    """What one unit holds when it is replayed as a whole."""
+    options = zip(profile.problem.units[index].options, profile.units[index].recipes, strict=True)
+    return min((option.held_bytes for option, recipe in options if recipe.whole), default=0)
 
 
 def minimum_budget(profile: Profile) -> int:
