@@ -196,7 +196,7 @@ def activation_peak(case: Case, device: str) -> int:
     with MemoryTracker() as memory:
         step(case)
     case.model.zero_grad()
-    return memory.peak_bytes - gradients
+    return int(memory.peak_bytes - gradients)
 
 
 def minimum(device: str) -> Lines:

@@ -122,7 +122,7 @@ class Bench:
         if self.device == "cpu":
             with MemoryTracker() as memory:
                 self.step(offloads)
-            return memory.peak_bytes - self.fixed_bytes // 2
+            return int(memory.peak_bytes - self.fixed_bytes // 2)
         torch.cuda.reset_peak_memory_stats()
         self.step(offloads)
         return int(torch.cuda.max_memory_allocated() - self.fixed_bytes)

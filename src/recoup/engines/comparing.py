@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.checkpointing.digest import digest
+from recoup.engines.fingerprints import Prints, deterministically, differing_bits, differing_size, fingerprint
 from recoup.engines.plans import ModelPlan
 from recoup.engines.tree import Item, Leaf
 from recoup.errors import VerificationError
@@ -68,16 +68,23 @@ class _Comparer:
         # A unit inside a segment is replayed under a recipe that may keep: then the segment's own replay is the same.
         recipe = Recipe(whole=True, inner=recipe.inner)
         try:
-            plain = _gradients(call, KEEP)
+            plain = deterministically(lambda: _prints(call, KEEP))
         except torch.OutOfMemoryError:
             return
-        replayed = _gradients(call, recipe)
-        for name, before in plain.items():
-            if not torch.equal(before, replayed[name]):
-                raise VerificationError(
-                    f"Replayed, unit {call.name!r} gives another gradient for {name} than when it is kept. Run"
-                    " recoup.audit on the model: the unit does not repeat itself."
-                )
+        replayed = deterministically(lambda: _prints(call, recipe))
+        if not differing_bits(plain, replayed):
+            return
+        again = deterministically(lambda: _prints(call, KEEP))
+        wrong = (
+            differing_size(plain, replayed)
+            if differing_bits(plain, again)
+            else differing_bits(plain, replayed)
+        )
+        if wrong:
+            raise VerificationError(
+                f"Replayed, unit {call.name!r} gives another gradient for {', '.join(map(repr, wrong[:5]))} than when"
+                " it is kept. Run recoup.audit on the model: the unit does not repeat itself."
+            )
 
     def visit(self, call: UnitCall) -> Any:
         return call.glance()
@@ -89,8 +96,8 @@ class _Comparer:
         pass
 
 
-def _gradients(call: UnitCall, recipe: Recipe) -> dict[str, Tensor]:
-    """Digests of the gradients of a unit's parameters, from the same random state each time."""
+def _prints(call: UnitCall, recipe: Recipe) -> Prints:
+    """Fingerprints of the gradients of a unit's parameters, from the same random state and buffers each time."""
     devices = sorted({p.device.index for p in call.module.parameters() if p.device.type == "cuda"})
     named = {name: p for name, p in call.module.named_parameters() if p.requires_grad}
     buffers = {buffer: buffer.clone() for buffer in call.module.buffers()}
@@ -101,5 +108,4 @@ def _gradients(call: UnitCall, recipe: Recipe) -> dict[str, Tensor]:
     with torch.no_grad():
         for buffer, value in buffers.items():
             buffer.copy_(value)
-    found = {name: digest(g) for name, g in zip(named, gradients[1:], strict=False) if g is not None}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: fingerprint(g) for name, g in zip(named, gradients[1:], strict=False) if g is not None}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.deterministic
-from torch import Tensor
 
-from recoup.checkpointing.digest import digest
 from recoup.engines.comparing import compare_units
+from recoup.engines.fingerprints import (
+    Prints,
+    deterministically,
+    differing_bits,
+    differing_size,
+    fingerprint,
+)
 from recoup.engines.plans import ModelPlan
 from recoup.errors import VerificationError
 from recoup.measuring.caches import without_caches
@@ -39,7 +40,7 @@ class Verification:
         plain_peak_bytes: of the plain step; ``None`` where that did not fit.
         plain_seconds: of the plain step; ``None`` where that did not fit.
         gradients: how the gradients were compared: ``"bit-equal"``, or ``"bit-equal, unit by unit"``.
-        drifting: parameters whose gradients differ between two plain steps too.
+        drifting: parameters whose gradients are not bit-equal, in a model whose plain steps are not either.
     """
 
     peak_bytes: int
@@ -56,7 +57,7 @@ class _Run:
 
     peak_bytes: int
     seconds: float
-    digests: dict[str, Tensor]
+    prints: Prints
 
 
 def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> Verification:
@@ -114,20 +115,23 @@ class _Verifier:
             with self._preserving():
                 self._prepare()
                 times.append(self.meter.wall_s(self._step))
-        return _Run(max(peak_bytes, self.residents.optimizer_peak_bytes), min(times), self.digests())
+        return _Run(max(peak_bytes, self.residents.optimizer_peak_bytes), min(times), self.prints())
 
-    def digests(self) -> dict[str, Tensor]:
+    def prints(self) -> Prints:
         """Of every gradient after a step; of the parameters too where the step may change them."""
-        found = {}
-        with self._preserving(), _deterministic():
+        return deterministically(self._prints)
+
+    def _prints(self) -> Prints:
+        found: Prints = {}
+        with self._preserving():
             self._prepare()
             self._step()
             for name, parameter in self.step.model.named_parameters():
                 if parameter.grad is not None:
-                    found[name] = digest(parameter.grad)
+                    found[name] = fingerprint(parameter.grad)
                 if self.step.changes_parameters:
-                    found[f"{name} (after the step)"] = digest(parameter)
-        return {name: value for name, value in found.items() if value is not None}
+                    found[f"{name} (after the step)"] = fingerprint(parameter)
+        return found
 
     def _prepare(self) -> None:
         if self.accumulates:
@@ -144,51 +148,24 @@ class _Verifier:
         del output
 
     def compare(self, fitted: _Run, plain: _Run) -> tuple[str, ...]:
-        """Compares gradients bit by bit; returns those that differ between plain steps too."""
-        differing = _differing(fitted.digests, plain.digests)
+        """Compares gradients bit by bit; returns those that differ as plain steps differ among themselves."""
+        differing = differing_bits(fitted.prints, plain.prints)
         drifting: set[str] = set()
         for _ in range(_MOST_PLAIN_STEPS):
             if drifting.issuperset(differing):
                 return tuple(differing)
             with suspended(self.step.model), without_caches(self.step.model):
-                drifting.update(_differing(plain.digests, self.digests()))
-        if wrong := [name for name in differing if name not in drifting]:
+                drifting.update(differing_bits(plain.prints, self.prints()))
+        # Where plain steps drift, more may than a few of them show: what is left must at least be as large as before.
+        wrong = differing_size(fitted.prints, plain.prints) if drifting else differing
+        if wrong:
             raise VerificationError(
                 f"Under the plan the gradient of {', '.join(map(repr, wrong[:5]))}"
-                f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''} differs from the plain step's, though"
-                f" {_MOST_PLAIN_STEPS + 1} plain steps agree. Run recoup.audit on the model: a unit does not repeat"
+                f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''} differs from the plain step's, and plain"
+                " steps do not differ so among themselves. Run recoup.audit on the model: a unit does not repeat"
                 " itself in its replay."
             )
         return tuple(differing)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Asks torch for operations that give the same bits each time, where it has them."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        settings.fill_uninitialized_memory = False
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            settings.fill_uninitialized_memory = fills
-
-
-def _differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    names = sorted(first.keys() | second.keys())
-    return [
-        name
-        for name in names
-        if name not in first or name not in second or not torch.equal(first[name], second[name])
-    ]
 
 
 def check_budget(verification: Verification, plan: ModelPlan) -> int:

@@ -143,14 +143,9 @@ def forward_and_backward(call: UnitCall, recipe: Recipe) -> tuple[Callable[[], N
 
 
 def measure_seconds(
-    call: UnitCall, recipe: Recipe, meter: Meter, *, repeats: int, warm_up: bool
+    call: UnitCall, recipe: Recipe, meter: Meter, *, repeats: int, warm_up: int = 1
 ) -> CallSeconds:
-    """Times a call outside ``meter.watching()``: medians of several runs."""
-
-    def run() -> list[float]:
-        return meter.seconds(*forward_and_backward(call, recipe))
-
-    if warm_up:
-        run()
-    forward_s, backward_s = meter.medians(repeats, run)
+    """Times a call outside ``meter.watching()``: medians of several runs, one behind the other."""
+    runs = (forward_and_backward(call, recipe) for _ in range(repeats + warm_up))
+    forward_s, backward_s = meter.medians(runs, warm_up=warm_up)
     return CallSeconds(forward_s, backward_s)

@@ -208,9 +208,7 @@ class _Measurement:
             kind = kinds.get(call.index)
             if kind is not None:
                 for recipe in measured_bytes[kind]:
-                    found[kind][recipe] = measure_seconds(
-                        call, recipe, self.meter, repeats=repeats, warm_up=recipe == KEEP
-                    )
+                    found[kind][recipe] = measure_seconds(call, recipe, self.meter, repeats=repeats)
 
         with self._inner_forwards():
             return time_code(self.step, self.units, self.meter, at_call), found

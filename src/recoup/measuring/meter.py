@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -57,13 +57,37 @@ class Meter(ABC):
     def elapsed_s(self, first: Any, second: Any) -> float:
         """Seconds between two points in time."""
 
+    @abstractmethod
+    def fill_queue(self) -> None:
+        """Keeps the device busy while the host gets ahead of it, as in the middle of a step."""
+
     def seconds(self, *parts: Callable[[], Any]) -> list[float]:
-        """Runs the parts one after the other and returns how long each took; the device's queue is never drained."""
-        stamps = [self.stamp()]
-        for part in parts:
-            part()
-            stamps.append(self.stamp())
-        return [self.elapsed_s(first, second) for first, second in pairwise(stamps)]
+        """Runs the parts one after the other and returns how long each took."""
+        return self.medians([parts], warm_up=0)
+
+    def medians(self, runs: Iterable[Sequence[Callable[[], Any]]], *, warm_up: int) -> list[float]:
+        """Times several runs of the same parts, one behind the other; part by part, the medians.
+
+        Args:
+            runs: each a sequence of parts.
+            warm_up: how many of the first runs do not count.
+        """
+        self.fill_queue()
+        spans = []
+        for parts in runs:
+            stamps, host_s = [self.stamp()], []
+            for part in parts:
+                start = time.perf_counter()
+                part()
+                host_s.append(time.perf_counter() - start)
+                stamps.append(self.stamp())
+            spans.append((stamps, host_s))
+        times = [self._span_s(stamps, host_s) for stamps, host_s in spans[warm_up:]]
+        return [statistics.median(column) for column in zip(*times, strict=True)]
+
+    def _span_s(self, stamps: Sequence[Any], host_s: Sequence[float]) -> list[float]:
+        device_s = [self.elapsed_s(first, second) for first, second in pairwise(stamps)]
+        return [max(device, _HOST_SHARE * host) for device, host in zip(device_s, host_s, strict=True)]
 
     def wall_s(self, run: Callable[[], Any]) -> float:
         """Seconds of a whole step, from an idle device to an idle device."""
@@ -78,10 +102,6 @@ class Meter(ABC):
     @abstractmethod
     def total_bytes(self) -> int:
         """All that the device has."""
-
-    def medians(self, repeats: int, run: Callable[[], list[float]]) -> list[float]:
-        """Part by part, the medians over several runs."""
-        return [statistics.median(times) for times in zip(*(run() for _ in range(repeats)), strict=True)]
 
 
 class CpuMeter(Meter):
@@ -114,6 +134,9 @@ class CpuMeter(Meter):
 
     def reset_peak(self) -> None:
         self.tracker.reset_peak()
+
+    def fill_queue(self) -> None:
+        """A host has no queue."""
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -150,17 +173,8 @@ class CudaMeter(Meter):
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def seconds(self, *parts: Callable[[], Any]) -> list[float]:
-        """Times on the device with its queue full, as in the middle of a step; or the host's, where that is longer."""
+    def fill_queue(self) -> None:
         torch.cuda._sleep(_QUEUE_CYCLES)
-        stamps, host_s = [self.stamp()], []
-        for part in parts:
-            start = time.perf_counter()
-            part()
-            host_s.append(time.perf_counter() - start)
-            stamps.append(self.stamp())
-        device_s = [self.elapsed_s(first, second) for first, second in pairwise(stamps)]
-        return [max(device, _HOST_SHARE * host) for device, host in zip(device_s, host_s, strict=True)]
 
     def wall_s(self, run: Callable[[], Any]) -> float:
         torch.cuda.synchronize(self.device)

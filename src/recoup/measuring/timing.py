@@ -78,6 +78,7 @@ def time_inside(call: UnitCall, modules: Sequence[nn.Module], meter: Meter) -> d
 
         return forward
 
+    meter.fill_queue()
     with intercepted({module: stand_in(module) for module in modules}):
         call.glance()
     seconds = dict.fromkeys(modules, 0.0)
