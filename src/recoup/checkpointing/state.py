@@ -48,7 +48,7 @@ class FunctionState:
     """The modules and tensors that a function reaches, as they stood before its forward."""
 
     __slots__ = (
-        "_buffers", "_copies", "_moved", "_needs_grad", "_noted", "_reach", "_tensors", "_versions", "_waits",
+        "_buffers", "_copies", "_empty", "_moved", "_needs_grad", "_noted", "_reach", "_tensors", "_versions", "_waits",
     )  # fmt: skip
 
     def __init__(self, reach: Reach, *, preserve_buffers: bool, waits: bool) -> None:
@@ -57,6 +57,8 @@ class FunctionState:
         self._noted: list[tuple[Any, Any]] = list(reach.bindings)
         """Containers and cells, each with a copy of what it held."""
         self._tensors: list[Tensor] = []
+        self._empty: list[Any] = []
+        """Containers that held nothing."""
         self._buffers: list[list[Tensor]] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity of the buffer, which is kept alive beside its copy."""
@@ -101,9 +103,11 @@ class FunctionState:
         buffers = attributes["_buffers"]
         for name, value in attributes.items():
             if isinstance(value, (dict, list)):
-                if len(value) <= _MOST_ITEMS:
+                if not value:  # as most of a module's own dictionaries are: the cheapest of checks is enough
+                    self._empty.append(value)
+                elif len(value) <= _MOST_ITEMS:
                     self._noted.append((value, value.copy()))
-                    if value and value is not buffers:
+                    if value is not buffers:
                         self._note_items(value.values() if isinstance(value, dict) else value, stack)
             elif isinstance(value, Tensor):
                 noted[name] = kept = without_history(value)
@@ -176,8 +180,11 @@ class FunctionState:
         if self._waits:
             stack.enter_context(_one_at_a_time)
         fresh = {key: copy.clone() for key, (_, copy) in self._copies.items()}
-        now = [(place, _look(place)) for place, _ in self._noted]
-        stack.callback(_put_all, now)
+        now = [(place, then if _holds(place, then) else _look(place)) for place, then in self._noted]
+        filled = [(place, place.copy()) for place in self._empty if place]
+        stack.callback(_put_all, now + filled)
+        stack.callback(_clear_all, self._empty)
+        _clear_all(self._empty)
         for place, then in self._noted:
             if fresh and isinstance(then, dict) and not fresh.keys().isdisjoint(map(id, then.values())):
                 then = {key: fresh.get(id(value), value) for key, value in then.items()}
@@ -202,6 +209,23 @@ def _look(place: Any) -> Any:
     return place.copy()
 
 
+def _clear_all(places: list[Any]) -> None:
+    for place in places:
+        if place:
+            place.clear()
+
+
+def _holds(place: Any, wanted: Any) -> bool:
+    """Whether a place holds exactly what is wanted, by identity."""
+    if isinstance(place, (CellType, GlobalName)):
+        return _look(place) is wanted
+    if len(place) != len(wanted):
+        return False
+    if isinstance(place, list):
+        return not any(map(is_not, place, wanted))
+    return list(place) == list(wanted) and not any(map(is_not, place.values(), wanted.values()))
+
+
 def _put_all(places: list[tuple[Any, Any]]) -> None:
     for place, wanted in places:
         _put(place, wanted)
@@ -209,12 +233,12 @@ def _put_all(places: list[tuple[Any, Any]]) -> None:
 
 def _put(place: Any, wanted: Any) -> None:
     """Makes a place hold exactly what is wanted, by identity, and touches nothing that already does."""
+    if _holds(place, wanted):
+        return
     if isinstance(place, (CellType, GlobalName)):
-        if _look(place) is not wanted:
-            _bind(place, wanted)
+        _bind(place, wanted)
     elif isinstance(place, list):
-        if len(place) != len(wanted) or any(map(is_not, place, wanted)):
-            place[:] = wanted
+        place[:] = wanted
     else:
         _put_items(place, wanted)
 
@@ -236,7 +260,7 @@ def _put_items(place: dict[Any, Any], wanted: dict[Any, Any]) -> None:
         sharded = {key: value for key, value in place.items() if _is_sharded(value)}
         place.clear()
         place.update(wanted | {key: value for key, value in sharded.items() if key in wanted})
-    elif any(map(is_not, place.values(), wanted.values())):
+    else:
         for key, value in wanted.items():
             present = place[key]
             if present is not value and not (_is_sharded(present) or _is_sharded(value)):

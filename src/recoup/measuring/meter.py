@@ -20,8 +20,8 @@ from recoup.measuring.trees import tensors_in
 
 __all__ = ["Meter", "device_of", "make_meter"]
 
-# About ten milliseconds: the host can queue a unit's operations meanwhile.
-_QUEUE_CYCLES = 20_000_000
+# About two milliseconds: the host gets ahead meanwhile, and the first run of a unit keeps it there.
+_QUEUE_CYCLES = 4_000_000
 # By itself, a unit's call takes the host about twice as long as in the middle of a step (1.3 ms against 0.7 ms for a
 # block of a decoder): autograd starts anew for each.
 _HOST_SHARE = 0.5
