@@ -13,6 +13,7 @@ from recoup.errors import CheckpointError, UnitError
 from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import module_names, watch_calls
 from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
+from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
 from recoup.measuring.intercept import intercepted, suspended
 from recoup.measuring.isolate import CallBytes, CallSeconds, Gradients, measure_bytes, measure_seconds
@@ -22,7 +23,7 @@ from recoup.measuring.optimizer import optimizer_cost
 from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.preserve import preserving
 from recoup.measuring.profile import Profile, ProfiledUnit
-from recoup.measuring.recipes import promising_recipes, useful_recipes
+from recoup.measuring.recipes import useful_recipes
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall
 from recoup.measuring.structure import SeenCall, Structure, look
@@ -118,12 +119,13 @@ class _Measurement:
         first = _first_of_kind(structure.calls)
         unsafe = _all_of_kind(examine(self.step, self.units, set(first.values())), structure.calls)
         code_cold, inside_s = self._time_inside(first)
+        effort = Effort.for_calls(structure.calls)
         recipes = {
-            kind: self._recipes(structure.calls[index], inside_s[index], unsafe)
+            kind: effort.recipes(structure.calls[index], inside_s[index], unsafe)
             for kind, index in first.items()
         }
         measured_bytes = self._measure_bytes(structure, first, recipes, accumulates)
-        code_warm, measured_s = self._measure_seconds(first, measured_bytes)
+        code_warm, measured_s = self._measure_seconds(first, measured_bytes, effort)
         useful = {
             kind: useful_recipes(measured_bytes[kind], measured_s[kind], inside_s[index])
             for kind, index in first.items()
@@ -160,13 +162,6 @@ class _Measurement:
 
         return time_code(self.step, self.units, self.meter, at_call), found
 
-    def _recipes(
-        self, seen: SeenCall, inside_s: Mapping[str, float], unsafe: Mapping[str, str]
-    ) -> list[Recipe]:
-        if not seen.gradients or seen.name in unsafe:
-            return [KEEP]
-        return promising_recipes(seen.saved_inside, inside_s)
-
     def _measure_bytes(
         self,
         structure: Structure,
@@ -198,17 +193,19 @@ class _Measurement:
         return found
 
     def _measure_seconds(
-        self, first: Mapping[Any, int], measured_bytes: Mapping[Any, Mapping[Recipe, CallBytes]]
+        self,
+        first: Mapping[Any, int],
+        measured_bytes: Mapping[Any, Mapping[Recipe, CallBytes]],
+        effort: Effort,
     ) -> tuple[list[CodeSeconds], dict[Any, dict[Recipe, CallSeconds]]]:
         found: dict[Any, dict[Recipe, CallSeconds]] = {kind: {} for kind in first}
         kinds = {index: kind for kind, index in first.items()}
-        repeats = 3 if len(first) <= 4 else 2
 
         def at_call(call: UnitCall) -> None:
             kind = kinds.get(call.index)
             if kind is not None:
                 for recipe in measured_bytes[kind]:
-                    found[kind][recipe] = measure_seconds(call, recipe, self.meter, repeats=repeats)
+                    found[kind][recipe] = measure_seconds(call, recipe, self.meter, repeats=effort.repeats)
 
         with self._inner_forwards():
             return time_code(self.step, self.units, self.meter, at_call), found

@@ -10,13 +10,14 @@ from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
 
 __all__ = ["promising_recipes", "useful_recipes"]
 
-_MOST_PARTIAL = 4
 _WORTH_SHARE = 0.02
 # A replay may stop early, but not before this share of its forward.
 _LEAST_REPLAY = 0.25
 
 
-def promising_recipes(saved_bytes: Mapping[str, int], forward_s: Mapping[str, float]) -> list[Recipe]:
+def promising_recipes(
+    saved_bytes: Mapping[str, int], forward_s: Mapping[str, float], *, num_partial: int = 4
+) -> list[Recipe]:
     """Recipes for a unit, given what the modules inside it save and how long they take.
 
     In order of bytes freed for each second of replay, each next recipe recomputes one module more. The last
@@ -29,9 +30,11 @@ def promising_recipes(saved_bytes: Mapping[str, int], forward_s: Mapping[str, fl
     worth = [name for name, size in saved_bytes.items() if size > _WORTH_SHARE * total_bytes]
     worth.sort(key=lambda name: -saved_bytes[name] / max(forward_s.get(name, 0.0), 1e-9))
     prefixes = [tuple(worth[:count]) for count in range(1, len(worth) + 1)]
-    if len(prefixes) > _MOST_PARTIAL:
-        step = (len(prefixes) - 1) / (_MOST_PARTIAL - 1)
-        prefixes = [prefixes[round(index * step)] for index in range(_MOST_PARTIAL)]
+    if len(prefixes) > num_partial:
+        # Spread over all of them; a single one lies in the middle.
+        step = (len(prefixes) - 1) / max(num_partial - 1, 1)
+        offset = len(prefixes) // 2 if num_partial == 1 else 0
+        prefixes = [prefixes[offset + round(index * step)] for index in range(num_partial)]
     partial = [Recipe(inner=prefix) for prefix in prefixes]
     nested = [Recipe(whole=True, inner=tuple(worth))] if len(worth) > 1 else []
     return [KEEP, RECOMPUTE, *partial, *nested]

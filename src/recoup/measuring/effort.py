@@ -1,0 +1,54 @@
+"""How much to measure: a model whose blocks are alike is measured thoroughly, one without any two alike in less detail."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
+from recoup.measuring.recipes import promising_recipes
+from recoup.measuring.structure import SeenCall
+
+__all__ = ["Effort"]
+
+# A kind of unit that saves less than this share of all that units save gets only the two usual recipes.
+_SMALL_SHARE = 0.04
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What to try on units of each kind, so that measuring takes a few steps' time.
+
+    Attributes:
+        large_kinds: kinds that save a share of the memory worth deciding about in detail.
+        num_partial: how many recipes that recompute parts of a unit.
+        repeats: how often each is timed.
+    """
+
+    large_kinds: frozenset[Any] = field(repr=False)
+    num_partial: int
+    repeats: int
+
+    @classmethod
+    def for_calls(cls, calls: Sequence[SeenCall]) -> Effort:
+        """The effort for a step's calls."""
+        saved: dict[Any, int] = defaultdict(int)
+        for seen in calls:
+            saved[seen.kind] += sum(seen.saved_inside.values())
+        total = sum(saved.values())
+        large = frozenset(kind for kind, size in saved.items() if size > _SMALL_SHARE * total)
+        if len(large) <= 2:
+            return cls(large, num_partial=4, repeats=3)
+        return cls(large, num_partial=2 if len(large) <= 4 else 1, repeats=2 if len(large) <= 4 else 1)
+
+    def recipes(
+        self, seen: SeenCall, inside_s: Mapping[str, float], unsafe: Mapping[str, str]
+    ) -> list[Recipe]:
+        """What to try on a call."""
+        if not seen.gradients or seen.name in unsafe:
+            return [KEEP]
+        if seen.kind not in self.large_kinds:
+            return [KEEP, RECOMPUTE]
+        return promising_recipes(seen.saved_inside, inside_s, num_partial=self.num_partial)
