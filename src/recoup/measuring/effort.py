@@ -1,4 +1,4 @@
-"""How much to measure: a model whose blocks are alike is measured thoroughly, one without any two alike in less detail."""
+"""How much to measure: blocks that are alike are measured thoroughly, many that are not in less detail."""
 
 from __future__ import annotations
 
