@@ -79,9 +79,11 @@ def find_units(root: ModuleCall, wanted: Units | Iterable[Units]) -> list[nn.Mod
     names = {name: module for name, module in root.module.named_modules() if name}
     called = {call.module for call in root.walk()}
     entries = [wanted] if isinstance(wanted, (str, nn.Module)) or callable(wanted) else list(wanted)
+    if not entries:
+        raise UnitError("units= names nothing. Leave it out to let recoup choose.")
     found: dict[nn.Module, None] = {}
     for entry in entries:
-        found |= dict.fromkeys(_matching(entry, names, called))
+        found |= dict.fromkeys([entry] if entry is root.module else _matching(entry, names, called))
     modules = [call.module for call in root.walk() if call.module in found]
     modules = list(dict.fromkeys(modules))
     outer = _without_nested(modules)
