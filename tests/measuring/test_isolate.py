@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recoup.measuring.intercept import intercepted
 from recoup.measuring.isolate import (
     CallBytes,
     Gradients,
@@ -17,7 +18,6 @@ from recoup.measuring.isolate import (
 )
 from recoup.measuring.meter import CpuMeter
 from recoup.measuring.options import KEEP, RECOMPUTE, InnerForward, Recipe
-from recoup.measuring.intercept import intercepted
 from recoup.measuring.streaming import UnitCall
 
 X = 4 * 6 * 4

@@ -27,7 +27,13 @@ _LARGEST_SHARE = 4
 
 
 def choose_units(root: ModuleCall) -> list[nn.Module]:
-    """The units of a step by NOTE [ Choosing units ], in order of their first call."""
+    """The units of a step by NOTE [ Choosing units ], in order of their first call.
+
+    A model that the step calls several times is looked at call by call: it is no block of itself.
+    """
+    outer = [call for call in root.inside if call.module is root.module]
+    if outer:
+        return _without_nested(list(dict.fromkeys(module for call in outer for module in choose_units(call))))
     kinds = {call.module: kind_of_module(call.module) for call in root.walk()}
     counts = Counter(kinds[call.module] for call in root.walk())
 
