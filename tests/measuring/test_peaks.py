@@ -177,6 +177,13 @@ def scaled(self: Any, x: Tensor) -> Tensor:
     return self.b(self.a(x) * self.scale).square()
 
 
+def large_between(self: Any, x: Tensor) -> Tensor:
+    b = self.b(self.a(x))
+    with torch.no_grad():
+        scale = b.repeat(1, 100).mean()
+    return self.c(b * scale)
+
+
 def with_scale() -> nn.Module:
     model = Body(scaled, a=nn.Linear(24, 40), b=nn.Linear(40, 7))
     model.scale = nn.Parameter(torch.rand(ROWS, 40))
@@ -206,6 +213,12 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     ),
     "a cell called four times": lambda: Body(four_times, cell=nn.Linear(24, 24), head=nn.Linear(24, 3)),
     "code with a parameter": with_scale,
+    "code with the largest forward, after a unit that saves its argument": lambda: Body(
+        large_between, a=nn.Linear(24, 40), b=nn.Linear(40, 20), c=nn.Linear(20, 6)
+    ),
+    "code with the largest forward, after a unit that does not": lambda: Body(
+        large_between, a=nn.Linear(24, 40), b=nn.Dropout(0.5), c=nn.Linear(40, 6)
+    ),
     "one leaf": lambda: nn.Linear(24, 5),
 }
 

@@ -161,13 +161,24 @@ class _Looker:
         self.tail: Tail | None = None
         self._begin_code()
 
-    def _begin_code(self) -> None:
+    def _begin_code(self, call: UnitCall | None = None) -> None:
         self._saved: Storages = {}
+        self._held: list[Tensor] = []
+        self._unsaved: Storages = {}
+        if call is not None:
+            # In a real step the unit's graph holds them. As yet the callers' frames still hold the others too.
+            saved, given = self.calls[-1].saved_arguments, _strided(tensors_in((call.args, call.kwargs)))
+            self._held = [t.detach() for t in given if self.numbers.number(t.untyped_storage()) in saved]
+            self._unsaved = {n: size for n, size in self.calls[-1].arguments.items() if n not in saved}
         self.meter.reset_peak()
         self._live_bytes = self.meter.live_bytes()
 
     def _end_code(self, handed_on: Any) -> Code:
         transient_bytes = self.meter.peak_bytes() - self._live_bytes
+        self._held = []
+        if transient_bytes:
+            living = self.numbers.storages(self.tracker.living())
+            transient_bytes += sum(size for number, size in self._unsaved.items() if number not in living)
         section = self.sections.next(needing_gradient(handed_on))
         self._note(section.heads)
         parameters = {id(p): p.numel() * p.element_size() for p in section.parameters}
@@ -230,7 +241,7 @@ class _Looker:
 
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
         self._note(needing_gradient(output))
-        self._begin_code()
+        self._begin_code(call)
 
     def end(self, loss: Tensor, output: Any) -> None:
         code = self._end_code(loss)
