@@ -66,12 +66,16 @@ def test_attributes_of_all_modules() -> None:
     model[1].history, model[0].count = [], 0
     history = model[1].history
     keys = [list(vars(module)) for module in model.modules()]
-    with pytest.raises(KeyError), unchanged_attributes(model):
+
+    def change() -> None:
         model[1].history.append(1)
         model[0].count += 1
         model[0].new = torch.zeros(2)
         model.training = False
         raise KeyError
+
+    with pytest.raises(KeyError), unchanged_attributes(model):
+        change()
     assert model[1].history is history
     assert (history, model[0].count, model.training) == ([], 0, True)
     assert [list(vars(module)) for module in model.modules()] == keys

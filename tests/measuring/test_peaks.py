@@ -184,6 +184,11 @@ def large_between(self: Any, x: Tensor) -> Tensor:
     return self.c(b * scale)
 
 
+def with_a_leaf(self: Any, x: Tensor) -> Tensor:
+    noise = torch.rand(ROWS, 40, requires_grad=True)
+    return self.b((self.a(x) * noise).tanh())
+
+
 def with_scale() -> nn.Module:
     model = Body(scaled, a=nn.Linear(24, 40), b=nn.Linear(40, 7))
     model.scale = nn.Parameter(torch.rand(ROWS, 40))
@@ -226,6 +231,13 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", EXACT)
 def test_exact(name: str) -> None:
     check_exact(EXACT[name]())
+
+
+def test_a_leaf_that_is_no_parameter() -> None:
+    model, sample = Body(with_a_leaf, a=nn.Linear(24, 40), b=nn.Linear(40, 7)), torch.randn(ROWS, 24)
+    profile = measure(model, sample, loss=mean)
+    made = {unit.name: unit.parameter_gradient_bytes for unit in profile.problem.units}
+    assert made == {"a": (24 * 40 + 40) * 4, "before b": 0, "b": (40 * 7 + 7) * 4, "loss": 0}
 
 
 def test_an_output_object_that_holds_everything() -> None:

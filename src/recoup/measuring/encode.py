@@ -8,7 +8,8 @@ NOTE [ Values between units ]
     3. What a later position than the next one reads or saves (a skip) must stay wherever it was made: it counts as
        held by its producer, whatever the option. Its producer runs once. If only replays need it, it counts as held by
        the reader's options that replay.
-    4. The gradient of such a value lives from its last reader's backward to its producer's.
+    4. The gradient of such a value lives from the backward of the last position that computes with it, saved or
+       not, to its producer's.
     5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen.
     6. What the model's output holds on to lives through the whole backward.
     7. The planner takes the gradients of a position's output and input to live together, through its whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class Sections:
         """Lets later sections know by which number's storage they begin, and that they begin there."""
         for tensor, number in numbers:
             if tensor.grad_fn is not None:
-                marks = tensor.grad_fn.metadata
+                marks = _marks(tensor.grad_fn)
                 marks.setdefault(self, self._num_sections)
                 marks[self, tensor.output_nr] = number
 
@@ -74,9 +74,9 @@ class Sections:
         while waiting:
             node = waiting.pop()
             assert node is not None
-            if self in node.metadata:
+            if self in _marks(node):
                 continue
-            node.metadata[self] = self._num_sections  # type: ignore[index]
+            _marks(node)[self] = self._num_sections
             for below, index in node.next_functions:
                 if below is None:
                     continue
@@ -84,14 +84,17 @@ class Sections:
                     waiting.append(below)
                 else:
                     edges[below, index] = GradientEdge(below, index)
-        numbers = {_marks(node).get((self, index)) for node, index in edges}
+        numbers = [_marks(node).get((self, index)) for node, index in edges]
         parameters = [node.variable for node, _ in edges if hasattr(node, "variable")]
-        return Section(heads, list(edges.values()), frozenset(numbers - {None}), parameters)
+        return Section(
+            heads, list(edges.values()), frozenset(n for n in numbers if n is not None), parameters
+        )
 
     def _is_new(self, node: Any) -> bool:
         section = _marks(node).get(self)
         return section is None or section == self._num_sections
 
 
-def _marks(node: Any) -> Mapping[Any, Any]:
+def _marks(node: Any) -> dict[Any, Any]:
+    """A node's metadata, which torch's stubs take for a method."""
     return node.metadata  # type: ignore[no-any-return]

@@ -157,6 +157,7 @@ class _Looker:
         resident = [*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))]
         self.numbers = _Numbers(_strided(resident))
         self.sections = Sections()
+        self.trained = {id(p) for p in model.parameters() if p.requires_grad}
         self.calls: list[SeenCall] = []
         self.tail: Tail | None = None
         self._begin_code()
@@ -181,7 +182,9 @@ class _Looker:
             transient_bytes += sum(size for number, size in self._unsaved.items() if number not in living)
         section = self.sections.next(needing_gradient(handed_on))
         self._note(section.heads)
-        parameters = {id(p): p.numel() * p.element_size() for p in section.parameters}
+        parameters = {
+            id(p): p.numel() * p.element_size() for p in section.parameters if id(p) in self.trained
+        }
         backward_bytes = section.backward_bytes(self.meter, frees=self.frees)
         return Code(self._saved, transient_bytes, backward_bytes, section.values, parameters)
 
