@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import models
@@ -19,7 +20,7 @@ def mean(output: Tensor) -> Tensor:
 
 
 def bytes_of(profile: Profile) -> list[Any]:
-    """All of a problem but the seconds, for the options that no clock chose."""
+    """All of a problem but the seconds; of the options only the first, since clocks choose and order the others."""
     return [
         (
             unit.name,
@@ -27,7 +28,7 @@ def bytes_of(profile: Profile) -> list[Any]:
             unit.gradient_bytes,
             unit.parameter_gradient_bytes,
             unit.runs_once,
-            {option.name: (option.held_bytes, option.holds_output) for option in unit.options[:2]},
+            replace(unit.options[0], forward_s=0, backward_s=0),
         )
         for unit in profile.problem.units
     ]

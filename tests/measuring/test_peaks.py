@@ -237,7 +237,7 @@ def test_a_leaf_that_is_no_parameter() -> None:
     model, sample = Body(with_a_leaf, a=nn.Linear(24, 40), b=nn.Linear(40, 7)), torch.randn(ROWS, 24)
     profile = measure(model, sample, loss=mean)
     made = {unit.name: unit.parameter_gradient_bytes for unit in profile.problem.units}
-    assert made == {"a": (24 * 40 + 40) * 4, "before b": 0, "b": (40 * 7 + 7) * 4, "loss": 0}
+    assert made == {"before a": 0, "a": (24 * 40 + 40) * 4, "before b": 0, "b": (40 * 7 + 7) * 4, "loss": 0}
 
 
 def test_an_output_object_that_holds_everything() -> None:

@@ -250,7 +250,9 @@ class TestStepCallables:
         def step() -> None:
             raise KeyError("batch")
 
-        with pytest.raises(SampleError, match=r"KeyError: 'batch'"):
+        with pytest.raises(
+            SampleError, match=r"step= failed: KeyError: 'batch'. While it is measured, backward"
+        ):
             measure(mlp(), step=step)
         assert torch.autograd.backward.__module__ == "torch.autograd"
 
