@@ -31,9 +31,14 @@ def cached_models(model: nn.Module) -> list[nn.Module]:
 class CachelessForward(StandIn):
     """Stands in for a forward that takes ``use_cache``."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.position = list(inspect.signature(self.original).parameters).index("use_cache")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Switches the cache off where the caller left it to the model."""
-        if torch.is_grad_enabled() and kwargs.get("use_cache") is None:
+        is_given = len(args) > self.position or kwargs.get("use_cache") is not None
+        if torch.is_grad_enabled() and not is_given:
             kwargs["use_cache"] = False
         return self.original(*args, **kwargs)
 

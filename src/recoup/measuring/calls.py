@@ -53,19 +53,31 @@ def kind_of_module(module: nn.Module) -> tuple[Any, ...]:
 
 
 def watch_calls(step: TrainingStep) -> ModuleCall:
-    """Runs the step's forward once, without a graph, and returns what was called, under one root.
+    """Runs the step's forward once and returns what was called, under one root.
+
+    There is no graph, which may not fit; unless the forward needs one, for a backward of its own.
 
     Raises:
         SampleError: the model does not take the sample.
     """
-    root = ModuleCall("", step.model)
-    with MemoryTracker() as memory, torch.no_grad(), _calls_noted(root, module_names(step.model), memory):
+    try:
+        with torch.no_grad():
+            return _watch_calls(step)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
         try:
-            step.run_unchecked()
+            return _watch_calls(step)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise step.refusal(error) from error
+
+
+def _watch_calls(step: TrainingStep) -> ModuleCall:
+    root = ModuleCall("", step.model)
+    with MemoryTracker() as memory, _calls_noted(root, module_names(step.model), memory):
+        step.run_unchecked()
     outer = [call for call in root.inside if call.module is step.model]
     if len(root.inside) == 1 and outer:
         return outer[0]

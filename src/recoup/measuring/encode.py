@@ -8,7 +8,8 @@ NOTE [ Values between units ]
     3. What a later position than the next one reads or saves (a skip) must stay wherever it was made: it counts as
        held by its producer, whatever the option. Its producer runs once. If only replays need it, it counts as held by
        the reader's options that replay.
-    4. The gradient of such a value lives from its last reader's backward to its producer's.
+    4. The gradient of such a value lives from the backward of the last position that computes with it, saved or
+       not, to its producer's.
     5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen.
     6. What the model's output holds on to lives through the whole backward.
     7. The planner takes the gradients of a position's output and input to live together, through its whole
@@ -18,7 +19,7 @@ NOTE [ Values between units ]
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -60,6 +61,14 @@ class Position:
         """Whether it holds on to a storage, though nothing of it is replayed."""
         return value in (self.code.saved if self.seen is None else self.seen.saved_arguments)
 
+    def gives_gradient(self, value: int) -> bool:
+        """Whether its backward gives a storage that was made before it a gradient."""
+        return value in (self.code.gives_gradients if self.seen is None else self.seen.argument_gradients)
+
+    def hands_on(self, value: int) -> bool:
+        """Whether it gives out what it was given, as a view or changed in place: one gradient for both."""
+        return self.seen is not None and value in self.seen.outputs
+
 
 def positions_of(costs: StepCosts) -> list[Position]:
     """The step's positions, with everything that passes between them settled."""
@@ -74,7 +83,7 @@ def positions_of(costs: StepCosts) -> list[Position]:
         Position("loss", None, None, tail.code, costs.code_seconds[-1], is_tail=True, runs_once=True)
     )
     _find_producers(found)
-    _settle_values(found)
+    _settle_values(found, kept=tail.output.keys())
     return found
 
 
@@ -97,17 +106,21 @@ def _find_producers(positions: list[Position]) -> None:
         known |= position.made.keys()
 
 
-def _settle_values(positions: list[Position]) -> None:
+def _settle_values(positions: list[Position], *, kept: Collection[int]) -> None:
     last_alive: dict[int, int] = {}
     for index, position in enumerate(positions):
         if position.seen is not None:
             last_alive |= dict.fromkeys(position.seen.alive, index)
     for index, position in enumerate(positions[:-1]):
         for value, size in position.made.items():
-            _settle_value(positions, index, value, size, last_alive.get(value, index))
+            _settle_value(
+                positions, index, value, size, last_alive=last_alive.get(value, index), is_kept=value in kept
+            )
 
 
-def _settle_value(positions: list[Position], index: int, value: int, size: int, last_alive: int) -> None:
+def _settle_value(
+    positions: list[Position], index: int, value: int, size: int, *, last_alive: int, is_kept: bool
+) -> None:
     """NOTE [ Values between units ], 2 to 4, for one storage."""
     producer, following = positions[index], positions[index + 1]
     readers = [later for later in range(index + 1, len(positions)) if value in positions[later].reads]
@@ -115,7 +128,7 @@ def _settle_value(positions: list[Position], index: int, value: int, size: int, 
     gradient_bytes = _gradient_bytes(positions, index, value)
     if readers and readers[0] == index + 1:
         producer.outputs[value] = size
-        if following.seen is not None and not savers and len(readers) == 1:
+        if following.seen is not None and not savers and len(readers) == 1 and not is_kept:
             following.unsaved_input_bytes += size
     elif savers:
         producer.held_bytes += size
@@ -124,10 +137,12 @@ def _settle_value(positions: list[Position], index: int, value: int, size: int, 
     if any(later > index + 1 for later in readers) or last_alive > index + 2:
         producer.runs_once = True
     producer.gradient_bytes += gradient_bytes
-    if readers:
-        first = index + 1 if readers[0] == index + 1 and len(readers) > 1 else index + 2
-        for later in range(first, readers[-1]):
-            positions[later].skip_gradient_bytes += gradient_bytes
+    givers = [later for later in range(index + 1, len(positions)) if positions[later].gives_gradient(value)]
+    if givers:
+        first = index + 1 if givers[0] == index + 1 and len(givers) > 1 else index + 2
+        for later in range(first, givers[-1]):
+            if not positions[later].hands_on(value):
+                positions[later].skip_gradient_bytes += gradient_bytes
 
 
 def _gradient_bytes(positions: list[Position], index: int, value: int) -> int:
@@ -147,27 +162,25 @@ def encode(costs: StepCosts) -> Problem:
     _find_user_bytes(positions)
     _find_kept_outputs(costs, positions)
     _shrink_gradients(costs, positions)
-    gradients = _parameter_gradients(costs)
+    gradients = _parameter_gradients(costs, positions)
     units = []
     for index, position in enumerate(positions):
         before = positions[index - 1] if index else None
         if position.call is None:
-            options = [_code_option(costs, position, before)]
-            parameter_gradient_bytes = gradients[None] if position.is_tail else 0
+            options = [_code_option(position, before)]
         else:
             pinned = before is not None and _may_hold_output(costs, before)
             options = [
                 _option(position, option, before, may_free_input=not pinned)
                 for option in costs.options[position.call]
             ]
-            parameter_gradient_bytes = gradients[position.call]
         units.append(
             Unit(
                 position.name,
                 options,
                 output_bytes=sum(position.outputs.values()),
                 gradient_bytes=position.counted_gradient_bytes,
-                parameter_gradient_bytes=parameter_gradient_bytes,
+                parameter_gradient_bytes=gradients[index],
                 runs_once=position.runs_once,
             )
         )
@@ -223,35 +236,31 @@ def _shrink_gradients(costs: StepCosts, positions: list[Position]) -> None:
             position.counted_gradient_bytes -= max(0, min(slack, position.gradient_bytes))
 
 
-def _parameter_gradients(costs: StepCosts) -> dict[int | None, int]:
-    """Bytes of the parameter gradients that appear in each call's backward, or in the tail's: each once."""
-    made: dict[int | None, int] = defaultdict(int)
+def _parameter_gradients(costs: StepCosts, positions: list[Position]) -> list[int]:
+    """Bytes of the parameter gradients that appear in each position's backward: each once."""
+    made = [0] * len(positions)
     if costs.accumulates:
         return made
-    tail = costs.structure.tail
-    made[None] = tail.parameter_gradient_bytes
-    claimed = set(tail.parameters)
-    for index, seen in reversed(list(enumerate(costs.structure.calls))):
-        for parameter in seen.module.parameters():
-            if parameter.requires_grad and id(parameter) not in claimed:
-                claimed.add(id(parameter))
-                made[index] += parameter.numel() * parameter.element_size()
-    # Parameters that only the code between units uses: their gradients come last.
-    made[0] += costs.residents.gradient_bytes - sum(made.values())
+    claimed: set[int] = set()
+    for index, position in reversed(list(enumerate(positions))):
+        given = position.code.parameters if position.seen is None else _trained(position.seen)
+        made[index] = sum(size for parameter, size in given.items() if parameter not in claimed)
+        claimed |= given.keys()
+    # Parameters that only code without a position uses: their gradients come last.
+    made[0] += costs.residents.gradient_bytes - sum(made)
     return made
 
 
-def _code_option(costs: StepCosts, position: Position, before: Position | None) -> Option:
+def _trained(seen: SeenCall) -> dict[int, int]:
+    return {id(p): p.numel() * p.element_size() for p in seen.module.parameters() if p.requires_grad}
+
+
+def _code_option(position: Position, before: Position | None) -> Option:
     made = {value: size for value, size in position.code.saved.items() if value in position.made}
     own_bytes = sum(size for value, size in made.items() if value not in position.outputs)
     held_bytes = own_bytes + (0 if position.is_tail else position.held_bytes)
     transient_bytes = position.code.transient_bytes + position.user_bytes
     forward_bytes = max(0, transient_bytes - held_bytes - sum(position.outputs.values()))
-    input_bytes = before.gradient_bytes if before is not None else 0
-    if position.is_tail:
-        needed_bytes = costs.structure.tail.backward_bytes
-    else:
-        needed_bytes = max(forward_bytes, input_bytes) + position.gradient_bytes
     return Option(
         "keep",
         forward_s=position.seconds.forward_s,
@@ -259,7 +268,7 @@ def _code_option(costs: StepCosts, position: Position, before: Position | None) 
         held_bytes=held_bytes,
         holds_output=any(value in position.outputs for value in made),
         forward_transient_bytes=forward_bytes,
-        backward_transient_bytes=_backward_transient(position, before, needed_bytes),
+        backward_transient_bytes=_backward_transient(position, before, position.code.backward_bytes),
     )
 
 

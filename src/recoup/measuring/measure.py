@@ -110,11 +110,14 @@ class _Measurement:
     def run(self, wanted: Units | Iterable[Units] | None, accumulates: bool, examine: Examine) -> Profile:
         root = watch_calls(self.step)
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
-        if not self.units:
-            raise UnitError("The step calls no module of the model, so there is nothing to decide about.")
         self.inside = {unit: children_of(root, unit) for unit in self.units}
         resident_bytes = self.meter.live_bytes() if self.device.type == "cuda" else 0
         structure = look(self.step, self.units, self.meter, self.inside)
+        if not structure.calls:
+            raise UnitError(
+                "The step runs no module of the model with gradients, so there is nothing to decide about. Check"
+                " step= and torch.no_grad around the model."
+            )
         accumulates = accumulates or structure.accumulates
         first = _first_of_kind(structure.calls)
         unsafe = _all_of_kind(examine(self.step, self.units, set(first.values())), structure.calls)

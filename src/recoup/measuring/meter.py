@@ -230,5 +230,7 @@ def device_of(model: nn.Module, sample: Any = None) -> torch.device:
         )
     if accelerators:
         return accelerators[0]
+    if devices == {torch.device("meta")}:
+        return torch.device("meta")
     found = {tensor.device for tensor in tensors_in(sample)} - {torch.device("cpu")}
     return next(iter(found)) if found and not devices else torch.device("cpu")

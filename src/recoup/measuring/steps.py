@@ -67,7 +67,12 @@ class TrainingStep:
         return output, self.loss_of(output)
 
     def refusal(self, error: Exception) -> SampleError:
-        """Says that the model itself failed on the sample."""
+        """Says that the model itself failed on the sample, or the step."""
+        if self.step is not None:
+            return SampleError(
+                f"step= failed: {type(error).__name__}: {error}. While it is measured, backward() leaves no gradients:"
+                " leave out of it what reads them (scaling, logging), or give a sample and loss= instead."
+            )
         return SampleError(
             f"{type(self.model).__name__} refuses the sample ({_describe(self.sample)}):"
             f" {type(error).__name__}: {error}. Give what the model takes: a tensor for model(x), a tuple for"

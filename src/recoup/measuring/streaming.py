@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.checkpointing.replay import pop_hooks, push_hooks
+from recoup.errors import UnitError
 from recoup.measuring.anchor import anchored
 from recoup.measuring.calls import module_names
 from recoup.measuring.intercept import intercepted
@@ -55,16 +56,21 @@ class UnitCall:
         (args, kwargs), start = anchored((self.args, self.kwargs))
         return args, kwargs, start
 
+    def again(self) -> UnitCall:
+        """The same call on arguments of its own, with which it may do what it likes."""
+        args, kwargs, _ = self.fresh()
+        return replace(self, args=args, kwargs=kwargs)
+
     def glance(self, note: Callable[[Tensor], None] | None = None) -> Any:
         """Runs the forward and forgets what it saves, after ``note`` has seen each saved tensor.
 
         It runs on the real arguments, so that a list which the unit fills is filled for the code after it.
         """
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor | _Nothing:
             if note is not None:
                 note(tensor)
-            return tensor.detach() if self.holds else _NOTHING
+            return tensor.detach() if self.holds else _Nothing(self.name)
 
         push_hooks(pack, _give_back)
         try:
@@ -81,12 +87,16 @@ class _ForgottenError(Exception):
     """Something needs a saved tensor that was let go of."""
 
 
-_NOTHING = torch.empty(0)
+@dataclass(frozen=True, slots=True)
+class _Nothing:
+    """Stands for a saved tensor that was let go of."""
+
+    unit: str
 
 
-def _give_back(packed: Tensor) -> Tensor:
-    if packed is _NOTHING:
-        raise _ForgottenError
+def _give_back(packed: Tensor | _Nothing) -> Tensor:
+    if isinstance(packed, _Nothing):
+        raise _ForgottenError(packed.unit)
     return packed
 
 
@@ -164,7 +174,17 @@ class _Stream:
 
 
 def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> bool:
-    """Runs a step by NOTE [ Streaming ]; returns whether it accumulates gradients over several forwards."""
+    """Runs a step by NOTE [ Streaming ]; returns whether it accumulates gradients over several forwards.
+
+    Raises:
+        UnitError: a gradient would reach the inside of a unit by another way than through its outputs.
+    """
     running = _Stream(step, units, visitor)
-    running.run()
+    try:
+        running.run()
+    except _ForgottenError as error:
+        raise UnitError(
+            f"Unit {error} gives a tensor to code outside by another way than its output: a list, an attribute or a"
+            " variable of others. Return it from the unit's forward, or choose other units with units=."
+        ) from error
     return running.accumulates

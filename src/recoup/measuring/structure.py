@@ -16,6 +16,7 @@ from recoup.errors import LossError
 from recoup.measuring.calls import kind_of_module
 from recoup.measuring.intercept import intercepted
 from recoup.measuring.meter import Meter
+from recoup.measuring.sections import Sections
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall, stream
 from recoup.measuring.tracker import MemoryTracker
@@ -35,10 +36,16 @@ class Code:
     Attributes:
         saved: storages that autograd saved there.
         transient_bytes: the most that lived meanwhile, beyond what lived before.
+        backward_bytes: the most that lived in its backward, beyond what lived before.
+        gives_gradients: storages made earlier that its backward gives a gradient, saved or not.
+        parameters: bytes of the gradients that its backward gives parameters, by their identity.
     """
 
     saved: Storages
     transient_bytes: int
+    backward_bytes: int = 0
+    gives_gradients: frozenset[int] = frozenset()
+    parameters: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,17 +86,11 @@ class Tail:
     """What runs after the last unit: the rest of the model, and the loss.
 
     Attributes:
-        code: its forward.
-        backward_bytes: the most that lived in its backward, beyond what lived before.
-        parameter_gradient_bytes: that its backward makes.
-        parameters: that get a gradient there.
-        output: storages that the model's output holds on to during the backward.
+        code: what it runs.
+        output: storages that the model's output holds on to during the backward, and the gradient of the loss.
     """
 
     code: Code
-    backward_bytes: int
-    parameter_gradient_bytes: int
-    parameters: frozenset[int]
     output: Storages
 
 
@@ -148,23 +149,47 @@ class _Looker:
         meter: Meter,
         tracker: MemoryTracker,
         inside: dict[nn.Module, list[nn.Module]],
+        frees: bool,
     ) -> None:
         self.step, self.meter, self.tracker, self.inside = step, meter, tracker, inside
+        self.frees = frees
         model = step.model
         resident = [*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))]
         self.numbers = _Numbers(_strided(resident))
+        self.sections = Sections()
+        self.trained = {id(p) for p in model.parameters() if p.requires_grad}
         self.calls: list[SeenCall] = []
         self.tail: Tail | None = None
-        self.starts: list[Tensor] = []
         self._begin_code()
 
-    def _begin_code(self) -> None:
+    def _begin_code(self, call: UnitCall | None = None) -> None:
         self._saved: Storages = {}
+        self._held: list[Tensor] = []
+        self._unsaved: Storages = {}
+        if call is not None:
+            # In a real step the unit's graph holds them. As yet the callers' frames still hold the others too.
+            saved, given = self.calls[-1].saved_arguments, _strided(tensors_in((call.args, call.kwargs)))
+            self._held = [t.detach() for t in given if self.numbers.number(t.untyped_storage()) in saved]
+            self._unsaved = {n: size for n, size in self.calls[-1].arguments.items() if n not in saved}
         self.meter.reset_peak()
         self._live_bytes = self.meter.live_bytes()
 
-    def _end_code(self) -> Code:
-        return Code(self._saved, self.meter.peak_bytes() - self._live_bytes)
+    def _end_code(self, handed_on: Any) -> Code:
+        transient_bytes = self.meter.peak_bytes() - self._live_bytes
+        self._held = []
+        if transient_bytes:
+            living = self.numbers.storages(self.tracker.living())
+            transient_bytes += sum(size for number, size in self._unsaved.items() if number not in living)
+        section = self.sections.next(needing_gradient(handed_on))
+        self._note(section.heads)
+        parameters = {
+            id(p): p.numel() * p.element_size() for p in section.parameters if id(p) in self.trained
+        }
+        backward_bytes = section.backward_bytes(self.meter, frees=self.frees)
+        return Code(self._saved, transient_bytes, backward_bytes, section.values, parameters)
+
+    def _note(self, tensors: Sequence[Tensor]) -> None:
+        self.sections.note((t, self.numbers.number(t.untyped_storage())) for t in _strided(tensors))
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Notes what the code between units saves."""
@@ -173,7 +198,7 @@ class _Looker:
         return tensor.detach()
 
     def enter(self, call: UnitCall) -> None:
-        self._code = self._end_code()
+        self._code = self._end_code((call.args, call.kwargs))
         self._alive = self.numbers.storages(self.tracker.living())
 
     def visit(self, call: UnitCall) -> Any:
@@ -218,31 +243,14 @@ class _Looker:
         return output
 
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
-        self.starts.append(start)
-        self._begin_code()
+        self._note(needing_gradient(output))
+        self._begin_code(call)
 
     def end(self, loss: Tensor, output: Any) -> None:
-        code = self._end_code()
+        code = self._end_code(loss)
         # The loss has a gradient too, which a backward holds until it ends.
         held = self.numbers.of((output, loss)) | {_LOSS_GRADIENT: loss.untyped_storage().nbytes()}
-        del output
-        parameters = [p for p in self.step.model.parameters() if p.requires_grad]
-        self.meter.reset_peak()
-        before = self.meter.live_bytes()
-        gradients = torch.autograd.grad(loss, [*self.starts, *parameters], allow_unused=True)
-        peak_bytes = self.meter.peak_bytes() - before
-        made = [
-            (index, gradient)
-            for index, gradient in enumerate(gradients[len(self.starts) :])
-            if gradient is not None
-        ]
-        self.tail = Tail(
-            code,
-            peak_bytes,
-            sum(gradient.numel() * gradient.element_size() for _, gradient in made),
-            frozenset(id(parameters[index]) for index, _ in made),
-            held,
-        )
+        self.tail = Tail(code, held)
 
 
 @contextmanager
@@ -278,13 +286,13 @@ def _kind_of_call(call: UnitCall, saved_inside: dict[str, int]) -> tuple[Any, ..
 
 def _noting_sharing(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
     """Says of each call whether its parameters got gradients before, going backwards."""
-    known = set(tail.parameters)
+    known = set(tail.code.parameters)
     noted = []
     for seen in reversed(calls):
         trained = {id(parameter) for parameter in seen.module.parameters() if parameter.requires_grad}
         shares = bool(trained & known)
         noted.append(replace(seen, shares=shares, kind=(seen.kind, shares)))
-        known |= trained
+        known |= trained | seen.code.parameters.keys()
     return tuple(reversed(noted))
 
 
@@ -302,10 +310,27 @@ def look(
         meter: of the step's device.
         inside: for each unit, the modules that it calls directly.
     """
+    try:
+        return _look(step, units, meter, inside, frees=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        # A backward inside the forward may go through code whose graph was freed.
+        return _look(step, units, meter, inside, frees=False)
+
+
+def _look(
+    step: TrainingStep,
+    units: Sequence[nn.Module],
+    meter: Meter,
+    inside: dict[nn.Module, list[nn.Module]],
+    *,
+    frees: bool,
+) -> Structure:
     with ExitStack() as stack:
         stack.enter_context(meter.watching())
         tracker = getattr(meter, "tracker", None) or stack.enter_context(MemoryTracker())
-        looker = _Looker(step, meter, tracker, inside)
+        looker = _Looker(step, meter, tracker, inside, frees)
         push_hooks(looker.pack, _given_back)
         stack.callback(pop_hooks)
         accumulates = stream(step, units, looker)

@@ -27,7 +27,13 @@ _LARGEST_SHARE = 4
 
 
 def choose_units(root: ModuleCall) -> list[nn.Module]:
-    """The units of a step by NOTE [ Choosing units ], in order of their first call."""
+    """The units of a step by NOTE [ Choosing units ], in order of their first call.
+
+    A model that the step calls several times is looked at call by call: it is no block of itself.
+    """
+    outer = [call for call in root.inside if call.module is root.module]
+    if outer:
+        return _without_nested(list(dict.fromkeys(module for call in outer for module in choose_units(call))))
     kinds = {call.module: kind_of_module(call.module) for call in root.walk()}
     counts = Counter(kinds[call.module] for call in root.walk())
 
@@ -79,9 +85,11 @@ def find_units(root: ModuleCall, wanted: Units | Iterable[Units]) -> list[nn.Mod
     names = {name: module for name, module in root.module.named_modules() if name}
     called = {call.module for call in root.walk()}
     entries = [wanted] if isinstance(wanted, (str, nn.Module)) or callable(wanted) else list(wanted)
+    if not entries:
+        raise UnitError("units= names nothing. Leave it out to let recoup choose.")
     found: dict[nn.Module, None] = {}
     for entry in entries:
-        found |= dict.fromkeys(_matching(entry, names, called))
+        found |= dict.fromkeys([entry] if entry is root.module else _matching(entry, names, called))
     modules = [call.module for call in root.walk() if call.module in found]
     modules = list(dict.fromkeys(modules))
     outer = _without_nested(modules)

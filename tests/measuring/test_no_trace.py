@@ -1,0 +1,223 @@
+"""Measuring leaves a model, its optimizer and the random generators as they were, also if the model raises."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recoup.errors import SampleError, UnitError
+from recoup.measuring import measure
+from recoup.measuring.streaming import UnitCall, _ForgottenError
+
+
+class FailedError(Exception):
+    pass
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.dropout = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.num_calls = 0
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.seen.append(len(x))
+        self.last_output = x.detach() * (1 + 0 * np.random.rand() + 0 * random.random())
+        return x + self.dropout(self.norm(self.layer(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.register_buffer("steps", torch.zeros(()))
+        self.fails_at = fails_at
+        self.count = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        for block in self.blocks:
+            x = block(x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            CALLS.append(1)
+            if len(CALLS) == self.fails_at:
+                raise FailedError
+        return x.square().mean()
+
+
+CALLS: list[int] = []
+"""Of the model's forward with gradients, in one test."""
+
+
+@pytest.fixture(autouse=True)
+def _no_calls_yet() -> None:
+    CALLS.clear()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that could tell a difference, by identity and by value."""
+    state = optimizer.state_dict()["state"]
+    return {
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+        "parameters": {name: id(value) for name, value in model.named_parameters()},
+        "buffers": {name: id(value) for name, value in model.named_buffers()},
+        "gradients": {name: id(value.grad) for name, value in model.named_parameters()},
+        "gradient values": {name: value.grad.clone() for name, value in model.named_parameters()},
+        "needs": {name: value.requires_grad for name, value in model.named_parameters()},
+        "training": {name: module.training for name, module in model.named_modules()},
+        "attributes": {name: list(vars(module)) for name, module in model.named_modules()},
+        "hooks": {name: list(module._forward_hooks) for name, module in model.named_modules()},
+        "counts": [(block.num_calls, list(block.seen), id(block.seen)) for block in model.blocks],
+        "last": [id(block.last_output) for block in model.blocks],
+        "optimizer": {
+            f"{i} {key}": value.clone() for i, entry in state.items() for key, value in entry.items()
+        },
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "python": random.getstate(),
+    }
+
+
+def assert_same(now: dict[str, Any], then: dict[str, Any]) -> None:
+    for part, value in then.items():
+        if isinstance(value, dict):
+            assert list(now[part]) == list(value), part
+            for key, item in value.items():
+                same = (
+                    torch.equal(now[part][key], item) if isinstance(item, Tensor) else now[part][key] == item
+                )
+                assert same, (part, key)
+        elif isinstance(value, Tensor):
+            assert torch.equal(now[part], value), part
+        else:
+            assert now[part] == value, part
+
+
+def trained(fails_at: int = -1) -> tuple[Model, torch.optim.Optimizer, Tensor]:
+    model, x = Model(fails_at), torch.randn(8, 6)
+    model.blocks[1].norm.eval()
+    model.blocks[2].layer.register_forward_hook(lambda module, args, output: output * 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model(x).backward()
+    optimizer.step()
+    return model, optimizer, x
+
+
+@contextmanager
+def failing_or_not(fails: bool) -> Iterator[None]:
+    if fails:
+        with pytest.raises(FailedError):
+            yield
+    else:
+        yield
+
+
+# The first forward with gradients is the training's own; measuring looks, times, and measures bytes and seconds.
+@pytest.mark.parametrize("fails_at", [-1, 2, 3, 4, 5])
+@pytest.mark.parametrize("as_step", [False, True])
+def test_everything_is_as_before(fails_at: int, as_step: bool) -> None:
+    model, optimizer, x = trained(fails_at)
+    before = state_of(model, optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+    with failing_or_not(fails_at > 0):
+        measure(model, None if as_step else x, step=step if as_step else None, optimizer=optimizer)
+    assert_same(state_of(model, optimizer), before)
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_a_model_that_refuses_its_sample() -> None:
+    model, optimizer, _ = trained()
+    sample = torch.randn(8, 5)
+    before = state_of(model, optimizer)
+    with pytest.raises(SampleError):
+        measure(model, sample)
+    assert_same(state_of(model, optimizer), before)
+
+
+def test_a_training_run_goes_on_bit_equal() -> None:
+    model, optimizer, x = trained()
+    optimizer.zero_grad()
+    other = copy.deepcopy(model)
+    same = torch.optim.Adam(other.parameters(), lr=0.01)
+    same.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    rng = torch.get_rng_state()
+    for _ in range(2):
+        other(x).backward()
+        same.step()
+        same.zero_grad()
+    torch.set_rng_state(rng)
+    for _ in range(2):
+        model(x).backward()
+        measure(model, x, optimizer=optimizer)  # with gradients that wait for their step
+        optimizer.step()
+        optimizer.zero_grad()
+        measure(model, x, optimizer=optimizer)
+    for name, value in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_forwards_set_on_instances_stay() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def own(x: Tensor) -> Tensor:
+        return x * 2
+
+    model[1].forward = own  # type: ignore[method-assign]
+    measure(model, torch.randn(4, 6), loss=lambda output: output.sum())
+    assert vars(model[1])["forward"] is own
+    assert "forward" not in vars(model[0])
+
+
+def test_a_list_that_units_fill_is_filled_once_for_the_code_after() -> None:
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Collector() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: list[Tensor] = []
+            for layer in self.layers:
+                x = layer(x, found)
+            assert len(found) == 3
+            return (torch.stack(found) * x).mean()
+
+    class Collector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.leaks = nn.Linear(6, 6), False
+
+        def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:
+            y = self.layer(x)
+            found.append(y if self.leaks else y.detach())
+            return y.tanh()
+
+    model = Collects()
+    profile = measure(model, torch.randn(4, 6), units="layers.*")
+    assert [unit.name for unit in profile.units] == ["layers.0", "layers.1", "layers.2", "loss"]
+    model.layers[1].leaks = True
+    with pytest.raises(
+        UnitError, match=r"Unit layers.1 gives a tensor to code outside by another way.*Return it"
+    ):
+        measure(model, torch.randn(4, 6), units="layers.*")
+
+
+def test_a_glance_holds_nothing() -> None:
+    layer = nn.Linear(6, 6)
+    call = UnitCall(0, "layer", layer, layer.forward, (torch.randn(4, 6),), {})
+    with pytest.raises(_ForgottenError, match="layer"):
+        call.glance().sum().backward()

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
+from recoup.measuring.recipes import promising_recipes
+
+
+def test_a_unit_with_nothing_inside() -> None:
+    assert promising_recipes({}, {}) == [KEEP, RECOMPUTE]
+
+
+def test_the_most_bytes_for_a_second_come_first() -> None:
+    saved, seconds = {"a": 100, "b": 90, "c": 10}, {"a": 5.0, "b": 1.0, "c": 0.1}
+    # 20, 90 and 100 bytes for a second.
+    assert promising_recipes(saved, seconds)[2:] == [
+        Recipe(inner=("c",)),
+        Recipe(inner=("c", "b")),
+        Recipe(inner=("c", "b", "a")),
+        Recipe(whole=True, inner=("c", "b", "a")),
+    ]
+
+
+def test_what_saves_hardly_anything_is_left_out() -> None:
+    assert promising_recipes({"a": 1000, "b": 20}, {"a": 1.0, "b": 1.0})[2:] == [Recipe(inner=("a",))]
+    assert len(promising_recipes({"a": 1000, "b": 21}, {"a": 1.0, "b": 1.0})[2:]) == 3
+
+
+@pytest.mark.parametrize(("count", "kept"), [(4, [1, 2, 3, 4]), (7, [1, 3, 5, 7]), (12, [1, 5, 8, 12])])
+def test_no_more_than_four_steps_between(count: int, kept: list[int]) -> None:
+    saved = {f"m{index}": 100 for index in range(count)}
+    seconds = {f"m{index}": 1.0 + index for index in range(count)}
+    partial = [recipe for recipe in promising_recipes(saved, seconds) if recipe.inner and not recipe.whole]
+    assert [len(recipe.inner) for recipe in partial] == kept

@@ -1,0 +1,56 @@
+"""The truth about a step, to compare a profile with; and the benchmarks' models."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.measuring import MemoryTracker, Profile, preserving
+from recoup.measuring.steps import TrainingStep
+
+
+def real_peak_bytes(
+    model: nn.Module,
+    sample: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    accumulates: bool = False,
+) -> int:
+    """The peak of a plain step, beyond what lives before it."""
+    step = TrainingStep(model, sample, loss=loss)
+    gc.collect()
+    with preserving(model):
+        if accumulates:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        with MemoryTracker() as memory:
+            output, scalar = step.forward()
+            scalar.backward()
+            del output
+    return memory.peak_bytes
+
+
+def predicted_peak_bytes(profile: Profile) -> int:
+    """The same, as a profile predicts it."""
+    return profile.plain.peak_bytes - profile.problem.resident_bytes
+
+
+def _load_benchmark_models() -> Any:
+    path = Path(__file__).parent.parent / "benchmarks" / "models.py"
+    spec = importlib.util.spec_from_file_location("benchmark_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+benchmark_models = _load_benchmark_models()
