@@ -257,7 +257,8 @@ def test_a_peak_above_the_budget_is_planned_again(monkeypatch: pytest.MonkeyPatc
     model, x = chain()
     budget = middle(model, x, loss=torch.sum)
     rounds = count_rounds(monkeypatch)
-    monkeypatch.setattr(fitting, "measure_step", surprised(6000))
+    # So much that keeping everything seems to fit, whatever the seconds say.
+    monkeypatch.setattr(fitting, "measure_step", surprised(10_000))
     fitted = recoup.fit(model, x, budget=budget, loss=torch.sum)
     assert len(rounds) == 2
     assert rounds[0].peak_bytes > budget
@@ -303,7 +304,7 @@ def test_verify_alone_refuses_a_peak_above_the_budget() -> None:
     model, x = chain()
     fitted = recoup.fit(model, x, budget=middle(model, x, loss=torch.sum), loss=torch.sum)
     small = replace(fitted.plan, budget_bytes=fitted.verification.peak_bytes - 1)
-    with pytest.raises(VerificationError, match="a real step still peaks at .*above the budget"):
+    with pytest.raises(VerificationError, match=r"a real step still peaks at .*above the budget"):
         recoup.verify(model, small, x, loss=torch.sum)
     remove(model)
     with pytest.raises(VerificationError, match="above the budget"):

@@ -9,6 +9,9 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+# By its own name: a streamed step of the user's runs with another `torch.autograd.backward`.
+from torch.autograd import backward
+
 from recoup.measuring.anchor import gradients_from, seeded
 from recoup.measuring.meter import Meter
 from recoup.measuring.options import Recipe, run_recipe
@@ -107,7 +110,7 @@ def _backward_peak(
     meter.reset_peak()
     before = meter.live_bytes()
     if gradients is Gradients.ACCUMULATED:
-        torch.autograd.backward(seed, torch.empty(0), inputs=[start, *parameters])
+        backward(seed, torch.empty(0), inputs=[start, *parameters])
         for parameter in parameters:
             parameter.grad = None
         return meter.peak_bytes() - before
