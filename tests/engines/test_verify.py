@@ -260,9 +260,9 @@ def test_a_peak_above_the_budget_is_planned_again(monkeypatch: pytest.MonkeyPatc
     # So much that keeping everything seems to fit, whatever the seconds say.
     monkeypatch.setattr(fitting, "measure_step", surprised(10_000))
     fitted = recoup.fit(model, x, budget=budget, loss=torch.sum)
-    assert len(rounds) == 2
+    assert 2 <= len(rounds) <= 3
     assert rounds[0].peak_bytes > budget
-    assert fitted.verification is rounds[1]
+    assert fitted.verification is rounds[-1]
     assert fitted.verification.peak_bytes <= budget
     # What it learned is in its prediction.
     assert abs(fitted.plan.predicted_bytes - fitted.verification.peak_bytes) < 100
