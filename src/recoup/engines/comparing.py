@@ -18,15 +18,16 @@ from recoup.measuring.options import KEEP, InnerForward, Recipe, run_recipe
 from recoup.measuring.preserve import preserving
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall, stream
+from recoup.measuring.trees import needing_gradient
 
 __all__ = ["compare_units"]
 
 
 def compare_units(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> None:
-    """Streams the step and compares each unit's gradients, kept and as the plan says.
+    """Streams the step and compares each unit's outputs and gradients, kept and as the plan says.
 
     Raises:
-        VerificationError: a gradient differs; it names unit and parameter.
+        VerificationError: something differs; it names unit and parameter.
     """
     recipes = {
         plan.profile.units[leaf.unit].name: plan.recipe(leaf) for item in plan.items for leaf in _leaves(item)
@@ -82,8 +83,8 @@ class _Comparer:
         )
         if wrong:
             raise VerificationError(
-                f"Replayed, unit {call.name!r} gives another gradient for {', '.join(map(repr, wrong[:5]))} than when"
-                " it is kept. Run recoup.audit on the model: the unit does not repeat itself."
+                f"Replayed, unit {call.name!r} does not give what it gives when it is kept: {', '.join(wrong[:5])}"
+                f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}. Run recoup.audit on the model."
             )
 
     def visit(self, call: UnitCall) -> Any:
@@ -97,15 +98,20 @@ class _Comparer:
 
 
 def _prints(call: UnitCall, recipe: Recipe) -> Prints:
-    """Fingerprints of the gradients of a unit's parameters, from the same random state and buffers each time."""
+    """Fingerprints of a unit's outputs and of the gradients of its parameters, from the same state each time."""
     devices = sorted({p.device.index for p in call.module.parameters() if p.device.type == "cuda"})
     named = {name: p for name, p in call.module.named_parameters() if p.requires_grad}
     buffers = {buffer: buffer.clone() for buffer in call.module.buffers()}
     args, kwargs, start = call.fresh()
     with torch.random.fork_rng(devices):
-        seed = seeded(run_recipe(recipe, call.module, call.fn, args, kwargs))
+        output = run_recipe(recipe, call.module, call.fn, args, kwargs)
+        # Units without parameters have nothing else, and within a segment the next unit starts from it.
+        prints = {f"output {i}": fingerprint(t) for i, t in enumerate(needing_gradient(output))}
+        seed = seeded(output)
+        del output
         gradients = (None,) if seed is None else gradients_from([seed], [start, *named.values()])
     with torch.no_grad():
         for buffer, value in buffers.items():
             buffer.copy_(value)
-    return {name: fingerprint(g) for name, g in zip(named, gradients[1:], strict=False) if g is not None}
+    found = zip(named, gradients[1:], strict=False)
+    return prints | {f"the gradient of {name!r}": fingerprint(g) for name, g in found if g is not None}

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from recoup.engines.plans import ModelPlan
-from recoup.engines.running import PlannedCall, Run
+from recoup.engines.running import Nesting, PlannedCall, Run
 from recoup.engines.tree import Item, Leaf, Segment
 from recoup.errors import ApplyError
 from recoup.measuring.caches import CachelessForward, cached_models
 from recoup.measuring.intercept import StandIn, install, installed, uninstall
 from recoup.measuring.options import KEEP, InnerForward, Recipe
+from recoup.measuring.profile import ProfiledUnit
 
 __all__ = ["apply", "is_applied", "remove"]
 
@@ -28,6 +29,7 @@ class _Engine:
 
     def _begin(self) -> None:
         self.depth = 0
+        self.nesting = Nesting()
         self.reset()
 
     def reset(self) -> None:
@@ -73,10 +75,13 @@ class _UnitForward(StandIn):
         self.units = tuple(units)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self.module.training != self.training:
+        engine = self.engine
+        is_planned = self.module.training == self.training and not engine.nesting.is_inside
+        if not (is_planned and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
-        call = PlannedCall(self._unit(), self.module, self.original)
-        return self.engine.run(call, *args, **kwargs)
+        return engine.run(
+            PlannedCall(self._unit(), self.module, self.original, engine.nesting), *args, **kwargs
+        )
 
     def _unit(self) -> int:
         if len(self.units) == 1:
@@ -136,8 +141,20 @@ def _check(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:
             raise ApplyError(
                 f"The plan decides about {unit.module!r}, which this model does not have. Measure and plan this model."
             )
+        _check_inside(names[unit.module], unit)
         found.setdefault(names[unit.module], []).append(index)
     return found
+
+
+def _check_inside(module: nn.Module, unit: ProfiledUnit) -> None:
+    for name in {name for recipe in unit.recipes for name in recipe.inner}:
+        try:
+            module.get_submodule(name)
+        except AttributeError:
+            raise ApplyError(
+                f"The plan decides about {name!r} inside {unit.module!r}, which this model does not have. Measure and"
+                " plan this model."
+            ) from None
 
 
 def _planned_units(plan: ModelPlan) -> dict[int, tuple[str, ...]]:

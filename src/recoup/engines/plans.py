@@ -135,9 +135,12 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
             smallest_bytes=smallest,
         )
     found = _plan_below(profile, budget_bytes)
-    if found is None:
-        raise _too_small(profile, budget_bytes)
-    return found
+    if found is not None:
+        return found
+    tightest = _tightest(profile)
+    if tightest.predicted_bytes > budget_bytes:
+        raise _too_small(tightest, budget_bytes)
+    return replace(tightest, budget_bytes=budget_bytes)
 
 
 def _plan_below(profile: Profile, budget_bytes: int) -> ModelPlan | None:
@@ -172,16 +175,18 @@ def _swept_bytes(profile: Profile, index: int) -> int:
 
 def minimum_budget(profile: Profile) -> int:
     """The smallest budget in bytes for which `plan` finds a plan."""
+    return _tightest(profile).predicted_bytes
+
+
+def _tightest(profile: Profile) -> ModelPlan:
+    """The plan at the planner's smallest budget. It may need less than that, where the planner works in groups."""
     smallest = planning.minimum_budget(profile.problem, solvers=_SOLVERS)
-    tight = ModelPlan(profile, planning.plan(profile.problem, smallest, solvers=_SOLVERS), smallest)
-    return tight.predicted_bytes
+    return ModelPlan(profile, planning.plan(profile.problem, smallest, solvers=_SOLVERS), smallest)
 
 
-def _too_small(profile: Profile, budget_bytes: int) -> BudgetError:
-    smallest = minimum_budget(profile)
-    chosen = _plan_below(profile, smallest)
-    assert chosen is not None, "the smallest budget must be feasible"
-    peak = chosen.schedule.predicted.peak
+def _too_small(tightest: ModelPlan, budget_bytes: int) -> BudgetError:
+    profile, smallest = tightest.profile, tightest.predicted_bytes
+    peak = tightest.schedule.predicted.peak
     unit = profile.units[peak.unit].name
     return BudgetError(
         f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"

@@ -5,7 +5,8 @@ NOTE [ How a fitted model runs ]
     2. Outside a segment it runs under its recipe: plain, checkpointed, or with calls inside it checkpointed.
     3. The units of a segment share one `Span`, opened by the first and left by the last. Its replay runs a `Run` of its
        own over the segment's items, which opens spans inside: nested segments need no further rule.
-    4. The graph is always the real one. If the user's code does something else than in the measured step, gradients
+    4. What a unit calls belongs to it: a unit that another one calls runs plainly there, as it was measured.
+    5. The graph is always the real one. If the user's code does something else than in the measured step, gradients
        stay right; only the memory may differ.
 """
 
@@ -21,23 +22,39 @@ from recoup.checkpointing.span import Span
 from recoup.engines.tree import Item, Leaf, Segment
 from recoup.measuring.options import Recipe, run_recipe
 
-__all__ = ["PlannedCall", "Run"]
+__all__ = ["Nesting", "PlannedCall", "Run"]
 
 _CHECKPOINT = Checkpoint()
 Recipes = Mapping[int, Sequence[Recipe]]
 
 
+class Nesting:
+    """Whether a unit's forward is running, at first or again."""
+
+    is_inside = False
+
+
 class PlannedCall:
     """A unit's own forward, with its place in the plan."""
 
-    def __init__(self, unit: int, module: nn.Module, fn: Callable[..., Any]) -> None:
+    # Slots, so that who looks for what the function reaches follows `__wrapped__` only.
+    __slots__ = ("__name__", "__self__", "__wrapped__", "module", "nesting", "unit")
+
+    def __init__(
+        self, unit: int, module: nn.Module, fn: Callable[..., Any], nesting: Nesting | None = None
+    ) -> None:
         # For error texts, this is the module's own method.
         self.__self__, self.__name__, self.__wrapped__ = module, "forward", fn
-        self.unit, self.module, self.fn = unit, module, fn
+        self.unit, self.module, self.nesting = unit, module, nesting or Nesting()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward itself."""
-        return self.fn(*args, **kwargs)
+        nesting = self.nesting
+        before, nesting.is_inside = nesting.is_inside, True
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            nesting.is_inside = before
 
 
 class Run:
@@ -54,7 +71,7 @@ class Run:
         item = self._item_of[call.unit]
         if isinstance(item, Leaf):
             recipe = self._recipes[item.unit][item.option]
-            return run_recipe(recipe, call.module, call.fn, args, kwargs)
+            return run_recipe(recipe, call.module, call, args, kwargs)
         if item is not self._segment or call.unit == item.first or self._span is None:
             self._segment, self._span = item, self._open(item)
         span = self._span

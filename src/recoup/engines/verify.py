@@ -102,14 +102,15 @@ class _Verifier:
     def run(self) -> _Run:
         """Peak, seconds and gradients of the step as the model stands."""
         with self._preserving():
-            self._prepare()
+            self._settle()
             with self.meter.watching():
                 live_bytes = self.meter.live_bytes()
+                # Inside, since a step of the user's may drop these gradients and make others.
+                self._prepare()
                 self.meter.reset_peak()
                 self._step()
                 peak_bytes = self.meter.peak_bytes() - live_bytes
-        gradient_bytes = self.residents.gradient_bytes if self.accumulates else 0
-        peak_bytes += self.residents.total_bytes + gradient_bytes
+        peak_bytes += self.residents.total_bytes
         times = []
         for _ in range(_REPEATS):
             with self._preserving():
@@ -132,6 +133,13 @@ class _Verifier:
                 if self.step.changes_parameters:
                     found[f"{name} (after the step)"] = fingerprint(parameter)
         return found
+
+    def _settle(self) -> None:
+        """Lets an optimizer inside the step make its state, which counts as there already."""
+        if self.step.changes_parameters:
+            self._step()
+            for parameter in self.step.model.parameters():
+                parameter.grad = None
 
     def _prepare(self) -> None:
         if self.accumulates:

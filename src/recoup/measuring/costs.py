@@ -67,6 +67,7 @@ class StepCosts:
         code_seconds: of the code before each call, and of the tail last.
         residents: what lives all the time.
         accumulates: whether gradients are there when a step begins.
+        once: the calls that cannot be replayed, not even as part of a segment.
     """
 
     structure: Structure
@@ -74,3 +75,4 @@ class StepCosts:
     code_seconds: tuple[CodeSeconds, ...]
     residents: Residents
     accumulates: bool
+    once: frozenset[int] = frozenset()

@@ -77,7 +77,11 @@ def positions_of(costs: StepCosts) -> list[Position]:
     for index, seen in enumerate(structure.calls):
         if seen.code.saved or seen.code.transient_bytes:
             found.append(Position(f"before {seen.name}", None, None, seen.code, costs.code_seconds[index]))
-        found.append(Position(seen.name, index, seen, seen.code, costs.code_seconds[index]))
+        found.append(
+            Position(
+                seen.name, index, seen, seen.code, costs.code_seconds[index], runs_once=index in costs.once
+            )
+        )
     tail = structure.tail
     found.append(
         Position("loss", None, None, tail.code, costs.code_seconds[-1], is_tail=True, runs_once=True)

@@ -143,6 +143,11 @@ class _Measurement:
             tuple(map(_faster, code_cold, code_warm)),
             self._residents(resident_bytes),
             accumulates,
+            frozenset(
+                index
+                for index, seen in enumerate(structure.calls)
+                if seen.name in unsafe or _is_stuck(recipes[seen.kind], measured_bytes[seen.kind])
+            ),
         )
         return self._profile(costs, unsafe)
 
@@ -287,6 +292,11 @@ def _all_of_kind(unsafe: Mapping[str, str], calls: Sequence[SeenCall]) -> dict[s
     """What holds for one unit holds for all of its kind."""
     reasons = {seen.kind: unsafe[seen.name] for seen in calls if seen.name in unsafe}
     return {seen.name: reasons[seen.kind] for seen in calls if seen.kind in reasons}
+
+
+def _is_stuck(tried: Iterable[Recipe], found: Iterable[Recipe]) -> bool:
+    """Whether a unit could not be replayed as a whole in any way."""
+    return any(recipe.whole for recipe in tried) and not any(recipe.whole for recipe in found)
 
 
 def _faster(first: CodeSeconds, second: CodeSeconds) -> CodeSeconds:

@@ -1,0 +1,182 @@
+"""Plans for a measured model: budgets, the smallest one, the frontier, and what they say."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from handmade import Chain, keep, make_plan, replay, segment
+from torch import nn
+
+import recoup
+from recoup.engines import Leaf, ModelPlan, frontier, minimum_budget, plan
+from recoup.errors import BudgetError, SizeError
+from recoup.measuring import Profile, Recipe
+from recoup.measuring.options import KEEP, RECOMPUTE
+
+
+def block(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+
+@functools.cache
+def profile_of(num_units: int, accumulates: bool = False) -> Profile:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block(8) for _ in range(num_units)))
+    return recoup.measure(model, torch.randn(64, 8), loss=torch.sum, accumulates=accumulates)
+
+
+@functools.cache
+def unequal_profile() -> Profile:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8 * n), nn.GELU(), nn.Linear(8 * n, 8)) for n in (3, 1, 4, 2))
+    )
+    return recoup.measure(model, torch.randn(64, 8), loss=torch.sum)
+
+
+@pytest.mark.parametrize("profile", [unequal_profile, lambda: profile_of(12), lambda: profile_of(12, True)])
+def test_the_smallest_budget_is_feasible_and_the_one_below_is_not(profile: object) -> None:
+    measured = profile()
+    smallest = minimum_budget(measured)
+    found = plan(measured, smallest)
+    assert found.predicted_bytes == found.budget_bytes == smallest
+    with pytest.raises(BudgetError, match=f"smallest feasible budget is .* \\({smallest} bytes\\)") as caught:
+        plan(measured, smallest - 1)
+    assert caught.value.smallest_bytes == smallest
+    assert caught.value.budget_bytes == smallest - 1
+    assert caught.value.unit in {unit.name for unit in measured.units}
+
+
+def test_more_bytes_never_take_more_seconds() -> None:
+    profile = unequal_profile()
+    low, high = minimum_budget(profile), profile.plain_bytes
+    plans = [plan(profile, low + (high - low) * step // 20) for step in range(21)]
+    assert all(found.predicted_bytes <= found.budget_bytes for found in plans)
+    assert all(b.predicted_s <= a.predicted_s * (1 + 1e-9) for a, b in pairwise(plans))
+    assert plans[-1].keeps_everything
+    assert plans[-1].predicted_s == pytest.approx(profile.plain.seconds)
+
+
+def test_budgets_are_sizes() -> None:
+    profile = unequal_profile()
+    assert plan(profile, "1GiB").budget_bytes == 2**30
+    assert plan(profile, "1GiB").keeps_everything
+    with pytest.raises(SizeError, match="8 apples"):
+        plan(profile, "8 apples")
+
+
+def test_the_optimizers_floor_is_no_matter_of_activations() -> None:
+    profile = unequal_profile()
+    heavy = replace(profile, residents=replace(profile.residents, optimizer_transient_bytes=10**8))
+    floor = heavy.residents.optimizer_peak_bytes
+    with pytest.raises(
+        BudgetError, match=r"The optimizer's own step needs 95\.\d MiB .*lighter optimizer"
+    ) as caught:
+        plan(heavy, floor - 1)
+    assert caught.value.smallest_bytes == minimum_budget(heavy) == floor
+    assert plan(heavy, floor).predicted_bytes == floor
+    assert plan(heavy, floor).keeps_everything
+
+
+def test_what_segments_hold_besides_their_input_counts() -> None:
+    """Buffers are copied for the replay: that is part of the prediction."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(12)]
+    profile = recoup.measure(nn.Sequential(*layers), torch.randn(64, 8), loss=torch.sum, accumulates=True)
+    found = plan(profile, minimum_budget(profile))
+    assert any(not isinstance(item, Leaf) for item in found.items)
+    assert found.predicted_bytes > found.schedule.predicted.peak_bytes
+
+
+# Depth
+
+
+def activation_bytes(num_units: int) -> int:
+    """At the smallest budget, with all gradients there from the start: nothing but activations can give way."""
+    profile = profile_of(num_units, True)
+    fixed = profile.residents.total_bytes + profile.residents.gradient_bytes
+    return minimum_budget(profile) - fixed
+
+
+def test_the_smallest_budget_grows_with_the_logarithm_of_the_depth() -> None:
+    sizes = {num_units: activation_bytes(num_units) for num_units in (50, 100, 200, 400)}
+    output_bytes = 64 * 8 * 4
+    for num_units, size in sizes.items():
+        assert size - sizes[50] <= output_bytes * math.log2(num_units / 50), num_units
+
+
+@pytest.mark.slow
+def test_a_thousand_units() -> None:
+    """The planner works in groups there; still far below the square root of the depth."""
+    sizes = {num_units: activation_bytes(num_units) for num_units in (100, 1000)}
+    assert sizes[1000] < math.sqrt(10) * sizes[100]
+
+
+# The frontier
+
+
+def test_frontier() -> None:
+    profile = unequal_profile()
+    points = frontier(profile, num_points=8)
+    assert 2 <= len(points) <= 8
+    assert points[0].budget_bytes == minimum_budget(profile)
+    assert points[-1].keeps_everything
+    assert all(point.predicted_bytes == point.budget_bytes for point in points)
+    assert all(a.budget_bytes < b.budget_bytes and a.predicted_s > b.predicted_s for a, b in pairwise(points))
+    for point in points:
+        assert plan(profile, point.budget_bytes).predicted_s == pytest.approx(point.predicted_s)
+
+
+def test_frontier_at_chosen_budgets() -> None:
+    profile = unequal_profile()
+    low = minimum_budget(profile)
+    points = frontier(profile, budgets=[low - 1, low, "1GiB"])
+    assert [point.predicted_bytes for point in points] == [low, profile.plain_bytes]
+
+
+# What a plan says
+
+
+def handmade(items: list[object]) -> ModelPlan:
+    model = Chain(6)
+    recipes = (KEEP, RECOMPUTE, Recipe(inner=("linear",)), Recipe(whole=True, inner=("norm", "linear")))
+    return make_plan(model, model.names, items, recipes)
+
+
+def test_units_that_are_treated_alike_share_a_line() -> None:
+    items = [*keep(0, 1), *replay(2, 3, 4), Leaf(5, 2)]
+    assert handmade(items).describe_units() == [
+        ("units.0-1", "keep"),
+        ("units.2-4", "recompute"),
+        ("units.5", "recompute linear"),
+    ]
+
+
+def test_segments_have_lines_of_their_own() -> None:
+    items = [segment(keep(0, 1)), segment(segment(keep(2)), keep(3)), segment(Leaf(4, 2)), Leaf(5, 3)]
+    assert handmade(items).describe_units() == [
+        ("units.0-1", "segment of 2, recomputed together"),
+        ("units.2-3", "segment of 2, recomputed together, nested 2 deep"),
+        ("units.4", "recompute, then again linear"),
+        ("units.5", "recompute, then again norm, linear"),
+    ]
+
+
+def test_neighbours_of_other_names_are_spelled_out() -> None:
+    profile = unequal_profile()
+    assert plan(profile, "1GiB").describe_units() == [("0.0 to 3", "keep")]
+
+
+def test_a_plan_prints() -> None:
+    found = handmade([*replay(0, 1, 2), *keep(3, 4, 5)])
+    lines = str(found).splitlines()
+    assert lines[0].startswith(
+        f"Chain within {found.budget_bytes} B: predicted peak {found.predicted_bytes} B (plain "
+    )
+    assert lines[1:] == ["  units.0-2: recompute", "  units.3-5: keep"]
+    assert repr(found).startswith("ModelPlan(schedule=Plan(")

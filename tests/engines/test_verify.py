@@ -1,0 +1,320 @@
+"""``verify``: real steps against the budget and against the plain step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recoup
+from recoup import fitting
+from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove
+from recoup.engines.verify import Verification
+from recoup.errors import BudgetError, VerificationError
+from recoup.measuring import MemoryTracker, Profile
+from recoup.measuring.meter import CpuMeter
+from recoup.planning import Problem
+
+TICKS = itertools.count(1)
+
+
+class Drifting(nn.Module):
+    """Each forward scales with a number that nothing but this process knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * next(TICKS)
+
+
+STATE = [1.0]
+
+
+class Stateful(nn.Module):
+    """Depends on a number that it changes and that the model sets anew in each step: plain steps agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE[0] += 0.5
+        return torch.tanh(self.linear(x * STATE[0]))
+
+
+class Scaling(nn.Module):
+    """The same without a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE[0] += 0.5
+        return torch.tanh(x * STATE[0])
+
+
+class Around(nn.Module):
+    """Layers, the unit under test, layers."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.unit = unit
+        self.last = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE[0] = 1.0
+        for layer in [*self.first, self.unit, *self.last]:
+            x = layer(x)
+        return x.square().mean()
+
+
+UNITS = ["first.*", "unit", "last.*"]
+
+
+def middle(model: nn.Module, x: Tensor, share: float = 0.5, **options: Any) -> int:
+    """A budget between the smallest and the plain one."""
+    profile = recoup.measure(model, x, **options)
+    low = recoup.minimum_budget(profile)
+    return int(low + share * (profile.plain_bytes - low))
+
+
+def test_a_real_step_is_measured() -> None:
+    model, x = Around(nn.Linear(16, 16)), torch.randn(64, 16)
+    fitted = recoup.fit(model, x, budget=middle(model, x))
+    seen = recoup.verify(model, fitted.plan, x)
+    assert seen.gradients == "bit-equal"
+    assert seen.drifting == ()
+    assert seen.peak_bytes == fitted.verification.peak_bytes <= fitted.plan.budget_bytes
+    assert seen.plain_peak_bytes == pytest.approx(fitted.profile.plain_bytes, abs=8)
+    assert seen.seconds > 0
+    assert seen.plain_seconds is not None
+    assert seen.plain_seconds > 0
+
+
+def test_the_peak_is_that_of_the_step() -> None:
+    model, x = Around(nn.Linear(16, 16)), torch.randn(64, 16)
+    fitted = recoup.fit(model, x, budget=middle(model, x))
+    with MemoryTracker() as memory:
+        model(x).backward()
+    assert fitted.profile.residents.total_bytes + memory.peak_bytes == fitted.verification.peak_bytes
+
+
+def test_verifying_leaves_no_trace() -> None:
+    model, x = Around(nn.BatchNorm1d(16)), torch.randn(64, 16)
+    fitted = recoup.fit(model, x, budget=middle(model, x))
+    model(x).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in gradients]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    recoup.verify(model, fitted.plan, x)
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert all(map(torch.equal, values, gradients))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+# Gradients
+
+
+def test_unsafe_units_are_kept() -> None:
+    model, x = Around(Drifting()), torch.randn(64, 16)
+    fitted = recoup.fit(model, x, budget=middle(model, x, 0.0, unsafe={"unit": "drifts"}) + 5000, units=UNITS)
+    assert set(fitted.audit.unsafe) == {"unit"}
+    assert fitted.audit.unsafe["unit"].startswith("values drift")
+    (unit,) = [unit for unit in fitted.profile.units if unit.name == "unit"]
+    assert [recipe.name for recipe in unit.recipes] == ["keep"]
+    assert unit.unsafe == fitted.audit.unsafe["unit"]
+    assert "  kept, because unsafe: unit (values drift" in str(fitted)
+    assert fitted.profile.problem.units[fitted.profile.units.index(unit)].runs_once
+    kept = [item for item in fitted.plan.items if isinstance(item, Leaf)]
+    assert fitted.profile.units.index(unit) in [leaf.unit for leaf in kept]
+    assert not fitted.plan.keeps_everything
+
+
+def test_parameters_that_drift_in_plain_steps_too_are_named() -> None:
+    """All of them here: the scale goes into every gradient."""
+    model, x = Around(Drifting()), torch.randn(64, 16)
+    fitted = recoup.fit(model, x, budget=middle(model, x, 0.0, unsafe={"unit": "drifts"}) + 5000, units=UNITS)
+    assert set(fitted.verification.drifting) == {name for name, _ in model.named_parameters()}
+    assert "gradients: bit-equal; not deterministic in plain steps either: first.0.0.bias, " in str(fitted)
+
+
+def forced(model: nn.Module, x: Tensor) -> ModelPlan:
+    """The plan with the least memory for a model that is taken to be safe."""
+    profile = recoup.measure(model, x, units=UNITS)
+    return recoup.plan(profile, recoup.minimum_budget(profile))
+
+
+def test_a_unit_that_does_not_repeat_itself_is_named() -> None:
+    model, x = Around(Stateful()), torch.randn(64, 16)
+    plan = forced(model, x)
+    apply(model, plan)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        VerificationError, match=r"gradient of 'first\.0\.0\.bias'.*differs from the plain step's"
+    ):
+        recoup.verify(model, plan, x)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert is_applied(model)
+
+
+def test_insisting_on_a_unit_that_drifts_is_refused_by_the_real_step() -> None:
+    model, x = Around(Stateful()), torch.randn(64, 16)
+    budget = forced(model, x).budget_bytes
+    audit = recoup.audit(model, x, units=UNITS)
+    assert set(audit.unsafe) == {"unit"}
+    with pytest.raises(VerificationError, match=r"'first\.0\.0\.bias', .*recoup\.audit"):
+        recoup.fit(model, x, budget=budget, units=UNITS, insist=True)
+    assert not is_applied(model)
+    with pytest.raises(BudgetError, match="does not fit"):
+        recoup.fit(model, x, budget=budget, units=UNITS)
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuMeter, "free_bytes", lambda self: 0)
+
+
+def test_where_the_plain_step_does_not_fit_units_are_compared_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_room(monkeypatch)
+    model, x = Around(nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.5))), torch.randn(64, 16)
+    state = copy.deepcopy(model.state_dict())
+    fitted = recoup.fit(model, x, budget=middle(model, x, 0.3))
+    assert fitted.verification.gradients == "bit-equal, unit by unit"
+    assert fitted.verification.plain_peak_bytes is None
+    assert fitted.verification.plain_seconds is None
+    assert "plain, measured" not in str(fitted)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("unit", "what"), [(Stateful, "output 0, the gradient of 'linear.bias', "), (Scaling, "output 0. Run")]
+)
+def test_one_by_one_the_unit_that_does_not_repeat_itself_is_named(
+    unit: type[nn.Module], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_room(monkeypatch)
+    model, x = Around(unit()), torch.randn(64, 16)
+    plan = apply_forced(model, x)
+    with pytest.raises(VerificationError, match=f"Replayed, unit 'unit' does not give what .* kept: {what}"):
+        recoup.verify(model, plan, x)
+
+
+def apply_forced(model: nn.Module, x: Tensor) -> ModelPlan:
+    plan = forced(model, x)
+    apply(model, plan)
+    return plan
+
+
+# Peaks
+
+
+def surprised(bytes_more: int) -> Callable[..., Profile]:
+    """A measurement that misses bytes which are always there."""
+
+    def measure_step(*args: Any, **kwargs: Any) -> Profile:
+        profile = MEASURE(*args, **kwargs)
+        problem = profile.problem
+        low = Problem(problem.units, resident_bytes=problem.resident_bytes - bytes_more)
+        return replace(profile, problem=low)
+
+    return measure_step
+
+
+MEASURE = fitting.measure_step
+
+
+def chain() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))), torch.randn(
+        64, 16
+    )
+
+
+def count_rounds(monkeypatch: pytest.MonkeyPatch) -> list[Verification]:
+    rounds = []
+
+    def verify_step(*args: Any) -> Verification:
+        rounds.append(VERIFY(*args))
+        return rounds[-1]
+
+    monkeypatch.setattr(fitting, "verify_step", verify_step)
+    return rounds
+
+
+VERIFY = fitting.verify_step
+
+
+def test_a_peak_above_the_budget_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = chain()
+    budget = middle(model, x, loss=torch.sum)
+    rounds = count_rounds(monkeypatch)
+    # So much that keeping everything seems to fit, whatever the seconds say.
+    monkeypatch.setattr(fitting, "measure_step", surprised(10_000))
+    fitted = recoup.fit(model, x, budget=budget, loss=torch.sum)
+    assert 2 <= len(rounds) <= 3
+    assert rounds[0].peak_bytes > budget
+    assert fitted.verification is rounds[-1]
+    assert fitted.verification.peak_bytes <= budget
+    # What it learned is in its prediction.
+    assert abs(fitted.plan.predicted_bytes - fitted.verification.peak_bytes) < 100
+
+
+def test_after_three_plans_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = chain()
+    budget = middle(model, x, 0.7, loss=torch.sum)
+    rounds = []
+
+    def verify_step(*args: Any) -> Verification:
+        seen = VERIFY(*args)
+        rounds.append(replace(seen, peak_bytes=budget + 100 - len(rounds)))
+        return rounds[-1]
+
+    monkeypatch.setattr(fitting, "verify_step", verify_step)
+    monkeypatch.setattr(fitting, "_with_surprise", lambda chosen, seen: chosen.profile)
+    with pytest.raises(
+        BudgetError, match=rf"After 3 plans .*still peaks at .*\({budget + 98} bytes\)"
+    ) as caught:
+        recoup.fit(model, x, budget=budget, loss=torch.sum)
+    assert len(rounds) == 3
+    assert caught.value.smallest_bytes == budget + 98
+    assert not is_applied(model)
+
+
+def test_a_peak_above_the_budget_that_no_plan_can_avoid(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = chain()
+    profile = recoup.measure(model, x, loss=torch.sum)
+    smallest = recoup.minimum_budget(profile)
+    monkeypatch.setattr(fitting, "measure_step", surprised(2000))
+    with pytest.raises(BudgetError, match="does not fit") as caught:
+        recoup.fit(model, x, budget=smallest - 1000, loss=torch.sum)
+    assert caught.value.smallest_bytes >= smallest
+    assert not is_applied(model)
+
+
+def test_verify_alone_refuses_a_peak_above_the_budget() -> None:
+    model, x = chain()
+    fitted = recoup.fit(model, x, budget=middle(model, x, loss=torch.sum), loss=torch.sum)
+    small = replace(fitted.plan, budget_bytes=fitted.verification.peak_bytes - 1)
+    with pytest.raises(VerificationError, match=r"a real step still peaks at .*above the budget"):
+        recoup.verify(model, small, x, loss=torch.sum)
+    remove(model)
+    with pytest.raises(VerificationError, match="above the budget"):
+        recoup.verify(model, fitted.plan, x, loss=torch.sum)
+
+
+def test_without_verification() -> None:
+    model, x = chain()
+    fitted = recoup.fit(model, x, budget=middle(model, x, loss=torch.sum), loss=torch.sum, verify=False)
+    assert fitted.verification is None
+    assert is_applied(model)
+    assert "measured" not in str(fitted)
+    assert "gradients" not in str(fitted)

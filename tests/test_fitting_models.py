@@ -1,0 +1,264 @@
+"""``fit`` on models of every kind: never over the budget, as predicted, bit-equal, and less than torch can do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import recoup
+from recoup.errors import BudgetError
+from recoup.fitting import Fitted
+from recoup.measuring import MemoryTracker, Profile
+
+
+class Case:
+    """A model of the benchmarks, measured once."""
+
+    def __init__(self, model: nn.Module, sample: Any, loss: Any = None) -> None:
+        self.model, self.sample, self.loss = model, sample, loss
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        return recoup.measure(self.model, self.sample, loss=self.loss)
+
+    @property
+    def smallest_bytes(self) -> int:
+        return recoup.minimum_budget(self.profile)
+
+    def budget_at(self, share: float) -> int:
+        """Between the smallest and the plain one."""
+        return int(self.smallest_bytes + share * (self.profile.plain_bytes - self.smallest_bytes))
+
+    def fit(self, budget: int) -> Fitted:
+        """At the very edge a real step may pass the prediction by a hair: then at what the error names."""
+        for _ in range(2):
+            try:
+                return recoup.fit(self.model, self.sample, budget=budget, loss=self.loss)
+            except BudgetError as error:
+                assert budget < error.smallest_bytes <= 1.02 * budget  # noqa: PT017
+                budget = error.smallest_bytes
+        return recoup.fit(self.model, self.sample, budget=budget, loss=self.loss)
+
+    def peak_bytes(self) -> int:
+        """Of one step as the model stands, residents included."""
+        with MemoryTracker() as memory:
+            self.loss_of(self.model).backward()
+        self.model.zero_grad()
+        return self.profile.residents.total_bytes + memory.peak_bytes
+
+    def loss_of(self, model: nn.Module) -> Tensor:
+        args, kwargs = (self.sample, {}) if isinstance(self.sample, tuple) else ((self.sample,), {})
+        if isinstance(self.sample, dict):
+            args, kwargs = (), self.sample
+        output = model(*args, **kwargs)
+        if self.loss is not None:
+            return self.loss(output)
+        return output if isinstance(output, Tensor) else output.loss
+
+    def train(self, model: nn.Module, num_steps: int) -> dict[str, Tensor]:
+        """Everything that could differ after a few steps of a copy."""
+        model = copy.deepcopy(model)
+        torch.manual_seed(7)
+        optimizer = torch.optim.AdamW(model.parameters())
+        seen: dict[str, Tensor] = {}
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            loss = self.loss_of(model)
+            loss.backward()
+            seen[f"loss {step}"] = loss.detach()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    seen[f"gradient {step} {name}"] = parameter.grad.clone()
+            optimizer.step()
+        seen.update(model.state_dict())
+        seen["rng"] = torch.get_rng_state()
+        return seen
+
+    def assert_trains_the_same(self, num_steps: int = 1) -> None:
+        fitted = self.train(self.model, num_steps)
+        plain = self.train(recoup.remove(copy.deepcopy(self.model)), num_steps)
+        assert fitted.keys() == plain.keys()
+        for name, value in plain.items():
+            assert torch.equal(value, fitted[name]), name
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    torch.manual_seed(0)
+    return Case(*zoo.MODELS[name](False))
+
+
+@functools.cache
+def fitted_at(name: str, share: float) -> Fitted:
+    """A fit between the smallest and the plain budget; its plan is off the model again."""
+    case = case_of(name)
+    budget = case.budget_at(share)
+    if name.startswith("LSTM") and share == 0:
+        budget += 200_000  # its replays are nested as deep as it has steps at the very edge: that takes long
+    fitted = case.fit(budget)
+    recoup.remove(case.model)
+    return fitted
+
+
+# In per cent, by how much the prediction may lie above or below the measured peak.
+TOLERANCE = {"LSTM, shared weights": 1.5}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_models(name: str, share: float) -> None:
+    case, fitted = case_of(name), fitted_at(name, share)
+    seen = fitted.verification
+    assert seen is not None
+    assert seen.peak_bytes <= fitted.plan.budget_bytes
+    assert seen.gradients == "bit-equal"
+    assert seen.drifting == ()
+    assert not fitted.plan.keeps_everything
+    error = 100 * (fitted.plan.predicted_bytes / seen.peak_bytes - 1)
+    assert abs(error) <= TOLERANCE.get(name, 1.0)
+    recoup.apply(case.model, fitted.plan)
+    case.assert_trains_the_same()
+    recoup.remove(case.model)
+
+
+@pytest.mark.parametrize("name", ["GPT, dropout, tied", "ResNet, BatchNorm", "mixture of experts", "Llama"])
+def test_a_smaller_budget_never_uses_more_memory(name: str) -> None:
+    case = case_of(name)
+    peaks = []
+    for step in range(6):
+        plan = recoup.plan(case.profile, case.budget_at(0.02 + 0.98 * step / 5))
+        recoup.apply(case.model, plan)
+        peaks.append(case.peak_bytes())
+        assert peaks[-1] <= plan.budget_bytes
+    recoup.remove(case.model)
+    assert all(small <= large for small, large in pairwise(peaks)), peaks
+
+
+# When the plain step does not fit
+
+
+def test_under_a_hard_cap() -> None:
+    """Measured, planned and verified in the budget's own memory: nothing ever needs more."""
+    case = case_of("GPT")
+    budget = case.budget_at(0.5)
+    residents = case.profile.residents.total_bytes
+    limit = budget - residents
+    with pytest.raises(torch.OutOfMemoryError), MemoryTracker(limit_bytes=limit):
+        case.loss_of(case.model).backward()
+    case.model.zero_grad()
+    with MemoryTracker(limit_bytes=limit) as memory:
+        fitted = recoup.fit(case.model, case.sample, budget=budget, loss=case.loss)
+        case.loss_of(case.model).backward()
+    case.model.zero_grad()
+    assert memory.peak_bytes <= limit
+    assert fitted.verification.gradients == "bit-equal, unit by unit"
+    assert fitted.verification.plain_peak_bytes is None
+    assert fitted.verification.peak_bytes <= budget
+    case.assert_trains_the_same()
+    recoup.remove(case.model)
+
+
+# Models from outside
+
+
+@functools.cache
+def transformers_case(name: str) -> Case:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    tokens = torch.randint(90, (4, 24))
+    small = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    if name == "GPT-2":
+        config = transformers.GPT2Config(vocab_size=90, n_embd=32, n_layer=4, n_head=4, n_positions=32)
+        model = transformers.GPT2LMHeadModel(config)
+    elif name == "Llama":
+        config = transformers.LlamaConfig(**small, intermediate_size=64, num_key_value_heads=2)
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        config = transformers.BertConfig(**small, intermediate_size=64)
+        model = transformers.BertForMaskedLM(config)
+    return Case(model.train(), {"input_ids": tokens, "labels": tokens})
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("share", [0.8, 0.5, None])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT"])
+def test_transformers(name: str, share: float | None) -> None:
+    case = transformers_case(name)
+    profile = case.profile
+    fixed = profile.residents.total_bytes + profile.residents.gradient_bytes
+    budget = case.smallest_bytes if share is None else int(fixed + share * profile.activation_bytes)
+    state = set(case.model.state_dict())
+    fitted = case.fit(budget)
+    seen = fitted.verification
+    assert seen.peak_bytes <= fitted.plan.budget_bytes
+    assert seen.gradients == "bit-equal"
+    assert seen.drifting == ()
+    assert abs(fitted.plan.predicted_bytes / seen.peak_bytes - 1) <= 0.01
+    assert set(case.model.state_dict()) == state
+    case.assert_trains_the_same()
+    recoup.remove(case.model)
+
+
+# Against torch's checkpoint on every block
+
+
+def torch_peak(case: Case, blocks: list[nn.Module]) -> int:
+    """Of a step with torch's checkpoint on every block, residents included."""
+
+    def checkpointed(block: nn.Module) -> Any:
+        forward = block.forward
+        return lambda *args: torch_checkpoint(forward, *args, use_reentrant=False)
+
+    for block in blocks:
+        block.forward = checkpointed(block)  # type: ignore[method-assign]
+    peak_bytes = case.peak_bytes()
+    for block in blocks:
+        del block.forward
+    return peak_bytes
+
+
+@functools.cache
+def chain(num_units: int) -> Case:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(num_units)))
+    return Case(model, torch.randn(256, 32), zoo.mean_square)
+
+
+@pytest.mark.parametrize("name", ["GPT", "U-Net, skips", "chain"])
+def test_the_smallest_budget_is_below_a_checkpoint_on_every_block(name: str) -> None:
+    case = chain(60) if name == "chain" else case_of(name)
+    if name == "chain":
+        blocks = list(case.model)
+    elif name == "GPT":
+        blocks = list(case.model.blocks)
+    else:
+        blocks = [module for module in case.model.modules() if isinstance(module, zoo.DoubleConv)]
+    fitted = case.fit(case.smallest_bytes) if name == "chain" else fitted_at(name, 0.0)
+    recoup.remove(case.model)
+    peak_bytes = torch_peak(case, blocks)
+    assert fitted.verification.peak_bytes < peak_bytes
+    assert fitted.verification.gradients == "bit-equal"
+
+
+# Depth
+
+
+@pytest.mark.slow
+def test_a_thousand_units_train_in_a_small_part_of_their_memory() -> None:
+    case = chain(1000)
+    activation_bytes = case.profile.activation_bytes
+    fixed = case.profile.plain_bytes - activation_bytes
+    fitted = case.fit(fixed + activation_bytes // 12)
+    assert fitted.verification.gradients == "bit-equal"
+    assert fitted.verification.peak_bytes <= fitted.plan.budget_bytes
+    assert sum(fitted.plan.schedule.predicted.num_recomputes) < 2 * 1000
+    case.assert_trains_the_same()
+    recoup.remove(case.model)
