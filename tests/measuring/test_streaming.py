@@ -132,6 +132,14 @@ def test_seconds_inside_a_unit() -> None:
 
 
 def test_medians() -> None:
-    runs = iter([[1.0, 9.0], [5.0, 2.0], [3.0, 4.0]])
-    assert CpuMeter().medians(3, lambda: next(runs)) == [3.0, 4.0]
+    class Clock(CpuMeter):
+        """Stamps that are given."""
+
+        stamps = iter([0.0, 90.0, 91.0, 100.0, 101.0, 110.0, 200.0, 205.0, 207.0, 300.0, 303.0, 307.0])
+
+        def stamp(self) -> float:
+            return next(self.stamps)
+
+    parts = [lambda: None, lambda: None]
+    assert Clock().medians([parts] * 4, warm_up=1) == [3.0, 4.0]
     assert Clock().seconds(lambda: None, lambda: None) == [1.0, 1.0]
