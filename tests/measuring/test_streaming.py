@@ -135,7 +135,9 @@ def test_medians() -> None:
     class Clock(CpuMeter):
         """Stamps that are given."""
 
-        stamps = iter([0.0, 90.0, 91.0, 100.0, 101.0, 110.0, 200.0, 205.0, 207.0, 300.0, 303.0, 307.0])
+        stamps = iter(
+            [0.0, 90.0, 91.0, 100.0, 101.0, 110.0, 200.0, 205.0, 207.0, 300.0, 303.0, 307.0, 1.0, 2.0, 3.0]
+        )
 
         def stamp(self) -> float:
             return next(self.stamps)
