@@ -166,7 +166,7 @@ class Chain(nn.Module):
 def chain(num_blocks: int, device: str) -> Case:
     """A chain and its sample."""
     torch.manual_seed(0)
-    width, batch = (1024, 4096) if device == "cuda" else (32, 256)
+    width, batch = (1024, 16384) if device == "cuda" else (16, 4096)
     model = Chain(num_blocks, width).to(device)
     return Case(model, torch.randn(batch, width, device=device), None)
 
