@@ -24,6 +24,9 @@ ALLOWED = {
     "engines": {"planning", "stores", "checkpointing", "measuring"},
     "auditing": {"checkpointing", "measuring"},
     "fitting": {"auditing", "engines", "measuring", "planning"},
+    "demo": {"engines", "fitting", "measuring"},
+    "cli": {"auditing", "demo", "engines", "fitting", "measuring", "planning"},
+    "__main__": {"cli"},
 }
 WITHOUT_TORCH = {"errors", "progress", "sizes", "policies", "planning"}
 
