@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from recoup import errors, policies, sizes
-from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, torch_checkpoint
 
 if TYPE_CHECKING:
     from recoup import manual, measuring, planning, stores
     from recoup.auditing import audit
+    from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, torch_checkpoint
     from recoup.engines import apply, frontier, minimum_budget, plan, remove
     from recoup.fitting import fit, verify
     from recoup.measuring import measure
@@ -39,23 +39,36 @@ __all__ = [
     "verify",
 ]
 
-# Imported when first used: the planner takes a while, and who only checkpoints needs none of it.
+# Imported when first used: torch and the planner take a while, and the command line's --help needs neither.
 _LATER = {
+    "Checkpoint": "checkpointing",
     "apply": "engines",
     "audit": "auditing",
+    "checkpoint": "checkpointing",
+    "describe": "checkpointing",
     "fit": "fitting",
     "frontier": "engines",
+    "is_replaying": "checkpointing",
     "measure": "measuring",
     "minimum_budget": "engines",
     "plan": "engines",
     "remove": "engines",
+    "torch_checkpoint": "checkpointing",
     "verify": "fitting",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        return getattr(import_module(f"recoup.{_LATER[name]}"), name)
-    if name in ("manual", "measuring", "planning", "stores"):
-        return import_module(f"recoup.{name}")
-    raise AttributeError(f"module 'recoup' has no attribute {name!r}")
+        value = getattr(import_module(f"recoup.{_LATER[name]}"), name)
+    elif name in ("manual", "measuring", "planning", "stores"):
+        value = import_module(f"recoup.{name}")
+    else:
+        raise AttributeError(f"module 'recoup' has no attribute {name!r}")
+    # The next use finds it without coming here.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,6 +21,7 @@
     │   ├── UnitError                  units that the model does not have or never calls
     │   ├── ApplyError                 a plan that does not belong to the model
     │   └── VerificationError          a real step that passes the budget or changes a gradient
+    ├── CommandError                 a factory or file on the command line that cannot be used
     └── PlanningError                the planner
         ├── ProblemError               numbers, names or links that make no sense
         ├── ScheduleError              a schedule that is not legal for its problem
@@ -39,6 +40,7 @@ __all__ = [
     "BudgetError",
     "ChainError",
     "CheckpointError",
+    "CommandError",
     "EncodingError",
     "FitError",
     "GraphError",
@@ -137,6 +139,10 @@ class ApplyError(FitError, ValueError):
 
 class VerificationError(FitError, RuntimeError):
     """A real step under the plan that passes the budget, or whose gradients differ from the plain step's."""
+
+
+class CommandError(RecoupError, ValueError):
+    """A factory or file that the command line names and that cannot be used."""
 
 
 class PlanningError(RecoupError, ValueError):

@@ -21,6 +21,7 @@ from recoup.measuring.profile import Profile
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.units import Units, children_of
 from recoup.planning import Problem
+from recoup.progress import note
 from recoup.sizes import format_bytes
 
 __all__ = ["Fitted", "fit", "verify"]
@@ -175,6 +176,7 @@ class _Fitting:
         smallest: BudgetError | None = None
         for _ in range(_MOST_SPLITS):
             profile = self._measure(wanted)
+            note("planning", 0, 1)
             try:
                 return plan(profile, budget_bytes)
             except BudgetError as error:

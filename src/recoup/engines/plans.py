@@ -79,6 +79,23 @@ class ModelPlan:
                 described.append((_span(members[0][0].name, members[-1][0].name), label))
         return described
 
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Writes it, its profile included, as versioned JSON, from which `from_json` makes an equal plan."""
+        from recoup.engines.saving import plan_to_json
+
+        return plan_to_json(self, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelPlan:
+        """Reads what `to_json` wrote; `apply` takes it for any model of the same architecture.
+
+        Raises:
+            EncodingError: the text is not JSON, not a model's plan, of another version, incomplete or altered.
+        """
+        from recoup.engines.saving import plan_from_json
+
+        return plan_from_json(text)
+
     def _label(self, item: Item) -> str:
         if isinstance(item, Leaf):
             return self.recipe(item).name

@@ -22,6 +22,7 @@ from recoup.measuring.intercept import suspended
 from recoup.measuring.meter import Meter, device_of, make_meter
 from recoup.measuring.preserve import preserving
 from recoup.measuring.steps import TrainingStep
+from recoup.progress import note
 from recoup.sizes import format_bytes
 
 __all__ = ["Verification", "verify_step"]
@@ -67,7 +68,9 @@ def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Opti
         VerificationError: a gradient differs from the plain step's, though plain steps agree with each other.
     """
     verifier = _Verifier(step, plan, optimizer)
+    note("verifying", 0, 2)
     fitted = verifier.run()
+    note("verifying", 1, 2)
     plain: _Run | None = None
     if verifier.plain_fits():
         try:

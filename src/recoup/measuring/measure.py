@@ -30,8 +30,11 @@ from recoup.measuring.structure import SeenCall, Structure, look
 from recoup.measuring.timing import time_code, time_inside
 from recoup.measuring.trees import storages_of
 from recoup.measuring.units import Units, children_of, choose_units, find_units
+from recoup.progress import note
 
 __all__ = ["measure", "measure_step"]
+
+_NUM_PASSES = 5
 
 
 def measure(
@@ -108,6 +111,7 @@ class _Measurement:
         self.meter = make_meter(self.device)
 
     def run(self, wanted: Units | Iterable[Units] | None, accumulates: bool, examine: Examine) -> Profile:
+        note("measuring", 0, _NUM_PASSES)
         root = watch_calls(self.step)
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
         self.inside = {unit: children_of(root, unit) for unit in self.units}
@@ -118,17 +122,22 @@ class _Measurement:
                 "The step runs no module of the model with gradients, so there is nothing to decide about. Check"
                 " step= and torch.no_grad around the model."
             )
+        note("measuring", 1, _NUM_PASSES)
         accumulates = accumulates or structure.accumulates
         first = _first_of_kind(structure.calls)
         unsafe = _all_of_kind(examine(self.step, self.units, set(first.values())), structure.calls)
+        note("measuring", 2, _NUM_PASSES)
         code_cold, inside_s = self._time_inside(first)
         effort = Effort.for_calls(structure.calls)
         recipes = {
             kind: effort.recipes(structure.calls[index], inside_s[index], unsafe)
             for kind, index in first.items()
         }
+        note("measuring", 3, _NUM_PASSES)
         measured_bytes = self._measure_bytes(structure, first, recipes, accumulates)
+        note("measuring", 4, _NUM_PASSES)
         code_warm, measured_s = self._measure_seconds(first, measured_bytes, effort)
+        note("measuring", 5, _NUM_PASSES)
         useful = {
             kind: useful_recipes(measured_bytes[kind], measured_s[kind], inside_s[index])
             for kind, index in first.items()

@@ -79,6 +79,23 @@ class Profile:
         fixed = self.residents.total_bytes + self.residents.gradient_bytes
         return max(0, self.plain.peak_bytes - fixed)
 
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Writes it as versioned JSON, from which `from_json` makes an equal profile."""
+        from recoup.measuring.saving import profile_to_json
+
+        return profile_to_json(self, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            EncodingError: the text is not JSON, not a profile, of another version, incomplete or damaged.
+        """
+        from recoup.measuring.saving import profile_from_json
+
+        return profile_from_json(text)
+
     def __str__(self) -> str:
         num_calls = sum(not unit.is_code for unit in self.units)
         num_kinds = len({unit.kind for unit in self.units if not unit.is_code})

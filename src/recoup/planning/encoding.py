@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
-from recoup.errors import EncodingError, PlanningError
+from recoup.errors import EncodingError
 from recoup.planning.actions import Action, Backward, Drop, Fetch, Forward, Keep, Send, Value, Wait
+from recoup.planning.documents import (
+    build,
+    build_typed,
+    expect_keys,
+    expect_list,
+    plain,
+    read_document,
+    write_document,
+)
 from recoup.planning.plan import Plan
 from recoup.planning.problem import Link, Option, Problem, Unit
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.solvers.base import Bound
 
-__all__ = ["FORMAT_VERSION", "from_json", "to_json"]
+__all__ = [
+    "FORMAT_VERSION",
+    "decode_plan",
+    "decode_problem",
+    "encode_plan",
+    "encode_problem",
+    "from_json",
+    "to_json",
+]
 
 FORMAT_VERSION = 1
 _FORMAT = "recoup.planning"
@@ -28,7 +44,6 @@ _ACTIONS: dict[str, type[Action]] = {
     "wait": Wait,
 }
 _ACTION_NAMES = {kind: name for name, kind in _ACTIONS.items()}
-_T = TypeVar("_T")
 
 
 def to_json(value: Problem | Schedule | Plan, *, indent: int | None = None) -> str:
@@ -38,7 +53,7 @@ def to_json(value: Problem | Schedule | Plan, *, indent: int | None = None) -> s
     '"schedule": [{"do": "forward", "unit": 0}]}'
     """
     kind, body = _encode(value)
-    return json.dumps({"format": _FORMAT, "version": FORMAT_VERSION, "kind": kind, kind: body}, indent=indent)
+    return write_document(_FORMAT, FORMAT_VERSION, kind, body, indent=indent)
 
 
 def from_json(text: str) -> Problem | Schedule | Plan:
@@ -51,33 +66,9 @@ def from_json(text: str) -> Problem | Schedule | Plan:
     >>> from_json(to_json(schedule)) == schedule
     True
     """
-    try:
-        document = json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise EncodingError(f"This is not JSON: {error}.") from None
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise EncodingError(f"This JSON is not recoup's: its 'format' is not {_FORMAT!r}.")
-    if document.get("version") != FORMAT_VERSION:
-        raise EncodingError(
-            f"This is version {document.get('version')!r} of the format; this recoup reads version"
-            f" {FORMAT_VERSION}. Write it again with the same version of recoup."
-        )
-    kind = document.get("kind")
     decoders: dict[str, Callable[[Any], Problem | Schedule | Plan]]
-    decoders = {"problem": _problem, "schedule": _schedule, "plan": _plan}
-    if kind not in decoders:
-        raise EncodingError(f"Unknown kind {kind!r}; expected one of {', '.join(decoders)}.")
-    _expect_keys("The document", document, {"format", "version", "kind", kind})
-    try:
-        return decoders[kind](document[kind])
-    except EncodingError:
-        raise
-    except (PlanningError, TypeError, ValueError, AttributeError) as error:
-        raise EncodingError(f"The {kind} is damaged: {error}") from error
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number that a problem may hold")
+    decoders = {"problem": decode_problem, "schedule": _schedule, "plan": decode_plan}
+    return read_document(text, _FORMAT, FORMAT_VERSION, decoders)
 
 
 # Writing
@@ -86,39 +77,33 @@ def _refuse_constant(name: str) -> float:
 def _encode(value: Problem | Schedule | Plan) -> tuple[str, object]:
     match value:
         case Problem():
-            return "problem", _encode_problem(value)
+            return "problem", encode_problem(value)
         case Schedule():
             return "schedule", [_encode_action(action) for action in value]
         case Plan():
-            return "plan", _encode_plan(value)
+            return "plan", encode_plan(value)
     raise EncodingError(f"Only problems, schedules and plans become JSON; got {type(value).__name__}.")
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    """A dataclass's fields, without those that are at their defaults."""
-    items = ((item, getattr(value, item.name)) for item in fields(value))
-    return {item.name: content for item, content in items if content != item.default}
-
-
-def _encode_problem(problem: Problem) -> dict[str, Any]:
-    units = [
-        {**_plain(unit), "options": [_plain(option) for option in unit.options]} for unit in problem.units
-    ]
-    return {**_plain(problem), "units": units, "links": [_plain(link) for link in problem.links]}
+def encode_problem(problem: Problem) -> dict[str, Any]:
+    """A problem as what JSON knows; fields at their defaults are left out."""
+    units = [{**plain(unit), "options": [plain(option) for option in unit.options]} for unit in problem.units]
+    return {**plain(problem), "units": units, "links": [plain(link) for link in problem.links]}
 
 
 def _encode_action(action: Action) -> dict[str, Any]:
-    body = {name: getattr(item, "value", item) for name, item in _plain(action).items()}
+    body = {name: getattr(item, "value", item) for name, item in plain(action).items()}
     return {"do": _ACTION_NAMES[type(action)], **body}
 
 
-def _encode_plan(plan: Plan) -> dict[str, Any]:
+def encode_plan(plan: Plan) -> dict[str, Any]:
+    """A plan as what JSON knows."""
     return {
-        "problem": _encode_problem(plan.problem),
+        "problem": encode_problem(plan.problem),
         "budget_bytes": plan.budget_bytes,
         "schedule": [_encode_action(action) for action in plan.schedule],
         "solver": plan.solver,
-        "bound": _plain(plan.bound),
+        "bound": plain(plan.bound),
         "predicted": {"seconds": plan.predicted.seconds, "peak_bytes": plan.predicted.peak_bytes},
     }
 
@@ -126,48 +111,20 @@ def _encode_plan(plan: Plan) -> dict[str, Any]:
 # Reading
 
 
-def _expect_keys(
-    what: str, body: Any, allowed: set[str], required: set[str] | None = None
-) -> Mapping[str, Any]:
-    if not isinstance(body, dict):
-        raise EncodingError(f"{what} should be an object; got {type(body).__name__}.")
-    missing, unknown = (allowed if required is None else required) - set(body), set(body) - allowed
-    if missing or unknown:
-        parts = [f"lacks {', '.join(sorted(missing))}"] if missing else []
-        parts += [f"has unknown {', '.join(sorted(unknown))}"] if unknown else []
-        raise EncodingError(f"{what} {' and '.join(parts)}.")
-    return body
-
-
-def _build(kind: type[_T], body: Any, **nested: Any) -> _T:
-    """Makes a dataclass from its fields; lists become tuples, missing fields their defaults."""
-    names = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    _expect_keys(f"A {kind.__name__.lower()}", body, names, set())
-    content = {name: tuple(item) if isinstance(item, list) else item for name, item in body.items()}
-    return kind(**{**content, **nested})
-
-
-def _list(what: str, body: Any) -> list[Any]:
-    if not isinstance(body, list):
-        raise EncodingError(f"{what} should be a list; got {type(body).__name__}.")
-    return body
-
-
-def _problem(body: Any) -> Problem:
-    _expect_keys("A problem", body, {item.name for item in fields(Problem)}, {"units"})
+def decode_problem(body: Any) -> Problem:
+    """A problem from what `encode_problem` made of it."""
+    expect_keys("A problem", body, {item.name for item in fields(Problem)}, {"units"})
     units = []
-    for unit in _list("units", body["units"]):
-        _expect_keys(
-            "A unit", unit, {item.name for item in fields(Unit)}, {"name", "options", "output_bytes"}
-        )
-        options = [_build(Option, option) for option in _list("options", unit["options"])]
-        units.append(_build(Unit, unit, options=options))
-    links = [_build(Link, link) for link in _list("links", body.get("links", []))]
-    return _build(Problem, body, units=units, links=links)
+    for unit in expect_list("units", body["units"]):
+        expect_keys("A unit", unit, {item.name for item in fields(Unit)}, {"name", "options", "output_bytes"})
+        options = [build(Option, option) for option in expect_list("options", unit["options"])]
+        units.append(build(Unit, unit, options=options))
+    links = [build(Link, link) for link in expect_list("links", body.get("links", []))]
+    return build(Problem, body, units=units, links=links)
 
 
 def _schedule(body: Any) -> Schedule:
-    return Schedule(_action(action) for action in _list("A schedule", body))
+    return Schedule(_action(action) for action in expect_list("A schedule", body))
 
 
 def _action(body: Any) -> Action:
@@ -180,25 +137,34 @@ def _action(body: Any) -> Action:
         content["keep"] = Keep(content["keep"])
     if "value" in content:
         content["value"] = Value(content["value"])
-    return _build(_ACTIONS[body["do"]], content)
+    return build(_ACTIONS[body["do"]], content)
 
 
-def _plan(body: Any) -> Plan:
-    names = {"problem", "budget_bytes", "schedule", "solver", "bound", "predicted"}
-    _expect_keys("A plan", body, names)
-    problem, schedule = _problem(body["problem"]), _schedule(body["schedule"])
+def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
+    """A plan from what `encode_plan` made of it, simulated again.
+
+    Args:
+        body: the plan's fields.
+        problem: that it is for, where its own is left out.
+    """
+    names = {"budget_bytes", "schedule", "solver", "bound", "predicted"}
+    expect_keys("A plan", body, names if problem is not None else {*names, "problem"})
+    problem = decode_problem(body["problem"]) if problem is None else problem
+    schedule = _schedule(body["schedule"])
     predicted = simulate(problem, schedule)
-    claimed = _expect_keys("A plan's figures", body["predicted"], {"seconds", "peak_bytes"})
+    claimed = expect_keys("A plan's figures", body["predicted"], {"seconds", "peak_bytes"})
     if (predicted.seconds, predicted.peak_bytes) != (claimed["seconds"], claimed["peak_bytes"]):
         raise EncodingError(
             f"The plan says {claimed['seconds']} s and {claimed['peak_bytes']} bytes, but its schedule takes"
             f" {predicted.seconds} s and {predicted.peak_bytes} bytes: it has been altered."
         )
+    if not isinstance(body["solver"], str) or type(body["budget_bytes"]) is not int:
+        raise EncodingError("A plan names its solver, and its budget_bytes as a whole number.")
     return Plan(
         problem=problem,
         budget_bytes=body["budget_bytes"],
         schedule=schedule,
         solver=body["solver"],
-        bound=_build(Bound, body["bound"]),
+        bound=build_typed("A bound", Bound, body["bound"]),
         predicted=predicted,
     )

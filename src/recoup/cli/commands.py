@@ -1,0 +1,231 @@
+"""The commands, each from parsed options to what it prints and writes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from recoup import auditing, engines, fitting, measuring
+from recoup.cli.factory import Factory, load_factory
+from recoup.engines import ModelPlan
+from recoup.errors import CommandError, EncodingError
+from recoup.measuring import Profile
+from recoup.planning.documents import write_document
+from recoup.progress import showing
+from recoup.sizes import format_bytes
+
+__all__ = ["audit", "demo", "fit", "frontier", "hardware", "measure", "plan"]
+
+_FRONTIER_VERSION = 1
+
+
+def fit(options: Namespace) -> None:
+    """``recoup fit``."""
+    made = load_factory(options.factory).build(options.batch)
+    with _progress(options):
+        fitted: Any = fitting.fit(
+            made.model,
+            made.sample,
+            budget=options.budget,
+            loss=made.loss,
+            optimizer=made.optimizer,
+            step=made.step,
+            units=options.units,
+            accumulates=options.accumulates,
+            verify=not options.no_verify,
+        )
+    _say(options, fitted)
+    if options.html is not None:
+        fitted.to_html(options.html)
+        _say(options, f"Report: {options.html}")
+    _write(options, fitted.plan.to_json(indent=1), "Plan")
+
+
+def frontier(options: Namespace) -> None:
+    """``recoup frontier``."""
+    imagined = _imagine(options)
+    factory = load_factory(options.factory)
+    if imagined is not None and options.batch is None and factory.needs_batch:
+        options.batch = 1
+    with _progress(options):
+        profile = _measure(options, factory, imagined)
+        points = engines.frontier(profile, num_points=options.points, budgets=options.budget)
+        if not points:
+            # Every budget is too small; the error names the smallest feasible one.
+            engines.plan(profile, options.budget[0])
+        answers = [] if imagined is None else _largest_batches(options, factory, imagined)
+    size = "" if options.batch is None else f" At a batch of {options.batch}:"
+    _say(options, f"{profile}{size}\n{_table(profile, points)}")
+    for answer in answers:
+        _say(options, answer)
+    body = {
+        "model": profile.model,
+        "device": profile.device,
+        "plain": {"peak_bytes": profile.plain_bytes, "seconds": profile.plain.seconds},
+        "points": [_figures(profile, point) for point in points],
+        "largest_batches": list(map(_scalars, answers)),
+    }
+    _write(options, write_document("recoup.cli", _FRONTIER_VERSION, "frontier", body, indent=1), "Frontier")
+
+
+def audit(options: Namespace) -> None:
+    """``recoup audit``."""
+    made = load_factory(options.factory).build(options.batch)
+    with _progress(options):
+        found = auditing.audit(made.model, made.sample, loss=made.loss, step=made.step, units=options.units)
+    _say(options, found)
+
+
+def measure(options: Namespace) -> None:
+    """``recoup measure``."""
+    imagined = _imagine(options)
+    factory = load_factory(options.factory)
+    with _progress(options):
+        profile = _measure(options, factory, imagined)
+    _say(options, profile)
+    _write(options, profile.to_json(indent=1), "Profile")
+
+
+def plan(options: Namespace) -> None:
+    """``recoup plan``."""
+    text = _read(options.profile)
+    try:
+        profile = Profile.from_json(text)
+    except EncodingError as error:
+        raise EncodingError(f"{options.profile}: {error}") from error
+    chosen = engines.plan(profile, options.budget)
+    _say(options, chosen)
+    _write(options, chosen.to_json(indent=1), "Plan")
+
+
+def hardware(options: Namespace) -> None:
+    """``recoup hardware``."""
+    with _progress(options):
+        measured = _later("recoup.measuring").measure_hardware()
+    _say(options, measured)
+    _write(options, measured.to_json(), "Hardware")
+
+
+def demo(options: Namespace) -> None:
+    """``recoup demo``."""
+    from recoup.demo import run
+
+    with _progress(options):
+        shown = run()
+    _say(options, shown)
+
+
+# Parts
+
+
+def _later(module: str) -> Any:
+    return import_module(module)
+
+
+def _progress(options: Namespace) -> AbstractContextManager[None]:
+    return showing(not options.quiet)
+
+
+def _say(options: Namespace, what: object) -> None:
+    if not options.quiet:
+        print(what)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"Cannot read {path}: {error}") from error
+
+
+def _write(options: Namespace, text: str, what: str) -> None:
+    if options.json is None:
+        return
+    try:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"Cannot write {options.json}: {error}") from error
+    _say(options, f"{what}: {options.json}")
+
+
+@dataclass(frozen=True)
+class _Imagined:
+    """A GPU to estimate for.
+
+    Attributes:
+        arguments: for the functions that estimate.
+        memory_bytes: that it has.
+    """
+
+    arguments: dict[str, Any]
+    memory_bytes: int
+
+
+def _imagine(options: Namespace) -> _Imagined | None:
+    """The GPU to estimate for, found before anything is built; ``None`` to measure on the real device."""
+    name = options.hardware
+    if name is None:
+        return None
+    if name.endswith(".json"):
+        text = _read(Path(name))
+        try:
+            found = name = _later("recoup.measuring").Hardware.from_json(text)
+        except EncodingError as error:
+            raise EncodingError(f"{options.hardware}: {error}") from error
+    else:
+        found = _later("recoup.measuring").find_hardware(name)
+    ranks = {} if options.ranks is None else {"ranks": options.ranks}
+    return _Imagined({"hardware": name, **ranks}, found.memory_bytes)
+
+
+def _measure(options: Namespace, factory: Factory, imagined: _Imagined | None) -> Profile:
+    made = factory.build(options.batch, unallocated=imagined is not None)
+    run: Any = measuring.measure
+    profile: Profile = run(
+        made.model,
+        made.sample,
+        loss=made.loss,
+        optimizer=made.optimizer,
+        step=made.step,
+        units=options.units,
+        accumulates=options.accumulates,
+        **({} if imagined is None else imagined.arguments),
+    )
+    return profile
+
+
+def _largest_batches(options: Namespace, factory: Factory, imagined: _Imagined) -> list[Any]:
+    """For every budget, or for all of the GPU's memory: the largest batch that fits, and what it costs."""
+    if not factory.takes_batch:
+        return []
+    search = _later("recoup").largest_batch
+    budgets = options.budget or [imagined.memory_bytes]
+    return [search(factory.make, budget=budget, **imagined.arguments) for budget in budgets]
+
+
+def _figures(profile: Profile, point: ModelPlan) -> dict[str, Any]:
+    overhead = point.predicted_s / profile.plain.seconds - 1
+    return {"budget_bytes": point.budget_bytes, "seconds": point.predicted_s, "overhead": overhead}
+
+
+def _table(profile: Profile, points: tuple[ModelPlan, ...]) -> str:
+    rows = [("budget", "seconds", "overhead")]
+    for point in points:
+        figures = _figures(profile, point)
+        rows.append(
+            (format_bytes(point.budget_bytes), f"{point.predicted_s:.4g}", f"{figures['overhead']:+.1%}")
+        )
+    return "\n".join(f"{budget:>12}{seconds:>12}{overhead:>12}" for budget, seconds, overhead in rows)
+
+
+def _scalars(value: Any) -> dict[str, Any]:
+    """An answer's plain fields, and its text."""
+    found: dict[str, Any] = {"text": str(value)}
+    if is_dataclass(value):
+        content = {item.name: getattr(value, item.name) for item in fields(value)}
+        found |= {name: item for name, item in content.items() if isinstance(item, (bool, int, float, str))}
+    return found

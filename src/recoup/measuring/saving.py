@@ -1,0 +1,79 @@
+"""Profiles as versioned JSON: exact both ways, strict about what it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recoup.errors import EncodingError
+from recoup.measuring.costs import Residents
+from recoup.measuring.options import Recipe
+from recoup.measuring.profile import Profile, ProfiledUnit
+from recoup.planning.documents import (
+    build_typed,
+    expect_fields,
+    expect_list,
+    plain,
+    read_document,
+    write_document,
+)
+from recoup.planning.encoding import decode_problem, encode_problem
+
+__all__ = ["FORMAT_VERSION", "decode_profile", "encode_profile", "profile_from_json", "profile_to_json"]
+
+FORMAT_VERSION = 1
+_FORMAT = "recoup.measuring"
+
+
+def profile_to_json(profile: Profile, *, indent: int | None = None) -> str:
+    """Writes a profile."""
+    return write_document(_FORMAT, FORMAT_VERSION, "profile", encode_profile(profile), indent=indent)
+
+
+def profile_from_json(text: str) -> Profile:
+    """Reads what `profile_to_json` wrote.
+
+    Raises:
+        EncodingError: the text is not JSON, not a profile, of another version, incomplete or damaged.
+    """
+    return read_document(text, _FORMAT, FORMAT_VERSION, {"profile": decode_profile})
+
+
+def encode_profile(profile: Profile) -> dict[str, Any]:
+    """A profile as what JSON knows; fields at their defaults are left out."""
+    units = [{**plain(unit), "recipes": [plain(recipe) for recipe in unit.recipes]} for unit in profile.units]
+    return {
+        **plain(profile),
+        "units": units,
+        "problem": encode_problem(profile.problem),
+        "residents": plain(profile.residents),
+    }
+
+
+def decode_profile(body: Any) -> Profile:
+    """A profile from what `encode_profile` made of it."""
+    expect_fields("A profile", Profile, body)
+    units = tuple(_unit(unit) for unit in expect_list("units", body["units"]))
+    problem = decode_problem(body["problem"])
+    residents = build_typed("The residents", Residents, body["residents"])
+    if len(units) != problem.num_units:
+        raise EncodingError(f"The profile names {len(units)} units, and its problem has {problem.num_units}.")
+    for unit, numbers in zip(units, problem.units, strict=True):
+        if len(unit.recipes) != len(numbers.options):
+            raise EncodingError(
+                f"Unit {unit.name!r} has {len(unit.recipes)} recipes, and {len(numbers.options)} options in the"
+                " problem."
+            )
+    return build_typed("A profile", Profile, body, units=units, problem=problem, residents=residents)
+
+
+def _unit(body: Any) -> ProfiledUnit:
+    expect_fields("A unit", ProfiledUnit, body)
+    recipes = tuple(_recipe(recipe) for recipe in expect_list("recipes", body["recipes"]))
+    return build_typed("A unit", ProfiledUnit, body, recipes=recipes)
+
+
+def _recipe(body: Any) -> Recipe:
+    recipe = build_typed("A recipe", Recipe, body)
+    if not isinstance(recipe.inner, tuple) or not all(isinstance(name, str) for name in recipe.inner):
+        raise EncodingError(f"A recipe's 'inner' should be a list of names; got {recipe.inner!r}.")
+    return recipe
