@@ -7,7 +7,7 @@ from recoup import errors, policies, sizes
 from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, torch_checkpoint
 
 if TYPE_CHECKING:
-    from recoup import manual, measuring, planning, stores
+    from recoup import manual, measuring, planning, report, stores
     from recoup.auditing import audit
     from recoup.engines import apply, frontier, minimum_budget, plan, remove
     from recoup.fitting import fit, verify
@@ -33,6 +33,7 @@ __all__ = [
     "planning",
     "policies",
     "remove",
+    "report",
     "sizes",
     "stores",
     "torch_checkpoint",
@@ -56,6 +57,6 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(import_module(f"recoup.{_LATER[name]}"), name)
-    if name in ("manual", "measuring", "planning", "stores"):
+    if name in ("manual", "measuring", "planning", "report", "stores"):
         return import_module(f"recoup.{name}")
     raise AttributeError(f"module 'recoup' has no attribute {name!r}")
