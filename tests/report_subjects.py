@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from recoup.auditing.findings import Audit, Kind, make_finding
 from recoup.engines.plans import ModelPlan, minimum_budget, plan
+from recoup.engines.recording import thinned
 from recoup.engines.verify import Verification
 from recoup.measuring.costs import Residents
 from recoup.measuring.options import KEEP, RECOMPUTE
@@ -109,7 +110,7 @@ def make_subject(
 def _verification(chosen: ModelPlan) -> Verification:
     """Measured figures a little beside the predicted ones."""
     predicted, profile = chosen.schedule.predicted, chosen.profile
-    timeline = tuple((moment.time_s * 1.05, moment.num_bytes) for moment in predicted.timeline[::2])
+    timeline = thinned([(moment.time_s * 1.05, moment.num_bytes) for moment in predicted.timeline[::2]])
     peak_bytes = max(num_bytes for _, num_bytes in timeline)
     return Verification(
         peak_bytes=peak_bytes,
@@ -117,5 +118,5 @@ def _verification(chosen: ModelPlan) -> Verification:
         plain_peak_bytes=profile.plain_bytes,
         plain_seconds=profile.plain.seconds * 1.02,
         gradients="bit-equal",
-        timeline=timeline[-500:],
+        timeline=tuple(timeline),
     )

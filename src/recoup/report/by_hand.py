@@ -11,7 +11,7 @@ from recoup.errors import ScheduleError
 from recoup.measuring.options import RECOMPUTE
 from recoup.measuring.profile import Profile
 from recoup.planning import Bound, Plan, Schedule, simulate
-from recoup.planning.solvers.baselines import every, one_option_each
+from recoup.planning.solvers.baselines import REPLAY, every, one_option_each
 
 __all__ = ["ByHand", "recipes_by_hand"]
 
@@ -45,7 +45,7 @@ def _figures(recipe: ByHand) -> tuple[int, float]:
 
 
 def _schedules(profile: Profile) -> Iterator[tuple[str, Schedule]]:
-    able = [index for index, unit in enumerate(profile.units) if RECOMPUTE in unit.recipes]
+    able = [index for index in range(len(profile.units)) if _way(profile, index)]
     if able:
         yield "recompute every unit", _recomputing(profile, able)
         yield "recompute every second unit", _recomputing(profile, able[::2])
@@ -58,11 +58,19 @@ def _schedules(profile: Profile) -> Iterator[tuple[str, Schedule]]:
     yield f"segments of {length} units (√n)", every(profile.problem, length)
 
 
+def _way(profile: Profile, index: int) -> int:
+    """How a unit is recomputed as a whole: under its option for that, or by a forward again; 0 if it cannot be."""
+    unit = profile.units[index]
+    if RECOMPUTE in unit.recipes:
+        return unit.recipes.index(RECOMPUTE)
+    return REPLAY if len(unit.recipes) > 1 and not profile.problem.units[index].runs_once else 0
+
+
 def _recomputing(profile: Profile, units: Collection[int]) -> Schedule:
     chosen = set(units)
     return one_option_each(
         profile.problem,
-        [unit.recipes.index(RECOMPUTE) if index in chosen else 0 for index, unit in enumerate(profile.units)],
+        [_way(profile, index) if index in chosen else 0 for index in range(len(profile.units))],
     )
 
 

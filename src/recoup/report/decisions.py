@@ -9,13 +9,10 @@ from functools import cached_property
 from recoup.engines.plans import ModelPlan
 from recoup.engines.tree import Item, Leaf, Segment
 from recoup.errors import ScheduleError
-from recoup.measuring.options import RECOMPUTE
 from recoup.planning import Action, Backward, Forward, Keep, Option, Schedule, simulate
+from recoup.planning.solvers.baselines import REPLAY
 
-__all__ = ["REPLAY", "Decision", "Decisions", "Way"]
-
-#: Instead of an option: only the unit's input is kept, and its forward runs again.
-REPLAY = -1
+__all__ = ["Decision", "Decisions", "Way"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ class Decisions(Sequence[Decision]):
             Way(index, plain.held_bytes - option.held_bytes, option.total_s - plain.total_s)
             for index, option in enumerate(planned.options)
         ]
-        if not planned.runs_once and RECOMPUTE in profiled.recipes:
+        if not planned.runs_once and len(profiled.recipes) > 1:
             found.append(Way(REPLAY, plain.held_bytes, planned.lightest.forward_s))
         return [way for way in found if way.freed_bytes > 0]
 

@@ -6,7 +6,7 @@ so that they stay readable on a phone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from recoup.engines.plans import ModelPlan, span_name
 from recoup.engines.recording import Points, thinned
 from recoup.measuring.profile import Profile
-from recoup.planning import Simulation
+from recoup.planning import Backward, Simulation
 from recoup.report.numbers import byte_ticks, second_ticks
 from recoup.report.subject import Subject
 from recoup.sizes import format_bytes
@@ -52,19 +52,43 @@ class Area(NamedTuple):
     path: str
 
 
-def moments_of(simulation: Simulation, *, beyond_bytes: int = 0) -> list[Shown]:
-    """The moments in which time passes, and the peak; a forward that runs again is a replay."""
-    timeline = simulation.timeline
-    shown, seen = [], set()
+def moments_of(
+    simulation: Simulation, *, beyond_bytes: int = 0, replay_s: Mapping[int, float] | None = None
+) -> list[Shown]:
+    """The moments in which time passes, and the peak; a forward that runs again is a replay.
+
+    Args:
+        simulation: of a schedule.
+        beyond_bytes: to be added all the time.
+        replay_s: by unit, how much of its backward is its replay, where that was measured as one with the backward.
+    """
+    timeline, replays = simulation.timeline, replay_s or {}
+    shown: list[Shown] = []
+    seen: set[int] = set()
     ends = [moment.time_s for moment in timeline[1:]] + [simulation.seconds]
     for moment, end_s in zip(timeline, ends, strict=True):
-        phase = moment.phase
-        if phase == "forward":
-            phase = "replay" if moment.unit in seen else "forward"
+        if end_s <= moment.time_s and moment is not simulation.peak:
+            continue
+        made = Shown(moment.time_s, moment.num_bytes + beyond_bytes, moment.unit, moment.phase)
+        if moment.phase == "forward":
+            made = made._replace(phase="replay" if moment.unit in seen else "forward")
             seen.add(moment.unit)
-        if end_s > moment.time_s or moment is simulation.peak:
-            shown.append(Shown(moment.time_s, moment.num_bytes + beyond_bytes, moment.unit, phase))
+        elif moment.phase == "backward" and 0 < replays.get(moment.unit, 0.0) < end_s - moment.time_s:
+            shown.append(made._replace(phase="replay"))
+            made = made._replace(time_s=moment.time_s + replays[moment.unit])
+        shown.append(made)
     return thinned(shown, _MOST_MOMENTS)
+
+
+def _replays_of(plan: ModelPlan) -> dict[int, float]:
+    """By unit, the seconds that its option's backward takes longer than the plain one, without a replay of its own."""
+    found = {}
+    for action in plan.schedule.schedule:
+        if isinstance(action, Backward) and action.option:
+            options = plan.profile.problem.units[action.unit].options
+            if not options[action.option].extra_s:
+                found[action.unit] = options[action.option].backward_s - options[0].backward_s
+    return found
 
 
 def colours_of(profile: Profile) -> list[str]:
@@ -99,7 +123,11 @@ class MemoryPicture:
         schedule = self.plan.schedule.predicted
         beyond_bytes = self.plan.predicted_bytes - schedule.peak_bytes
         is_optimizer = self.plan.predicted_bytes == self.plan.profile.residents.optimizer_peak_bytes
-        return moments_of(schedule, beyond_bytes=0 if is_optimizer else beyond_bytes)
+        return moments_of(
+            schedule,
+            beyond_bytes=0 if is_optimizer else beyond_bytes,
+            replay_s=_replays_of(self.plan),
+        )
 
     @cached_property
     def plain(self) -> list[Shown]:
@@ -194,7 +222,7 @@ class MemoryPicture:
     @property
     def x_ticks(self) -> list[Tick]:
         """Seconds."""
-        ticks = second_ticks(0.0, self.end_s, most=5)
+        ticks = second_ticks(0.0, self.end_s, most=8)
         return [Tick(round(time_s / self.end_s * 100, 2), text) for time_s, text in ticks]
 
     @property

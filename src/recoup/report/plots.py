@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from recoup.engines.plans import ModelPlan, frontier
+from recoup.engines.plans import ModelPlan
 from recoup.measuring.profile import Profile
 from recoup.report.by_hand import recipes_by_hand
 from recoup.report.memory import MemoryPicture
 from recoup.report.numbers import byte_ticks
 from recoup.report.subject import Subject
+from recoup.report.tradeoff import plans_beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,15 +31,14 @@ def plot_frontier(profile_or_plans: Profile | Iterable[ModelPlan], ax: Axes | No
         ValueError: there is nothing to draw.
     """
     ax = _axes(ax)
-    is_profile = isinstance(profile_or_plans, Profile)
-    plans = frontier(profile_or_plans) if isinstance(profile_or_plans, Profile) else [*profile_or_plans]
-    if not plans:
-        raise ValueError(
-            "A frontier without plans cannot be drawn. Give a profile, or plans from recoup.frontier."
-        )
-    profile = profile_or_plans if is_profile else plans[0].profile
-    assert isinstance(profile, Profile)
-    recipes = recipes_by_hand(profile)
+    if isinstance(profile_or_plans, Profile):
+        recipes = recipes_by_hand(profile_or_plans)
+        plans = plans_beside(profile_or_plans, recipes)
+    else:
+        plans = tuple(profile_or_plans)
+        if not plans:
+            raise ValueError("A frontier needs plans. Give a profile, or plans from recoup.frontier.")
+        recipes = recipes_by_hand(plans[0].profile)
     sizes = [plan.predicted_bytes for plan in plans]
     ax.step(
         sizes, [plan.predicted_s * 1e3 for plan in plans], where="post", marker="o", ms=3, label="best plan"

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from recoup.engines.plans import ModelPlan, frontier
+from recoup.measuring.profile import Profile
 from recoup.report.by_hand import ByHand, recipes_by_hand
 from recoup.report.memory import Tick
 from recoup.report.numbers import byte_ticks, format_seconds, format_share, share_ticks
 from recoup.sizes import format_bytes
 
-__all__ = ["Mark", "TradeoffPicture", "make_tradeoff"]
+__all__ = ["Mark", "TradeoffPicture", "make_tradeoff", "plans_beside"]
 
 _MANY_UNITS = 200
 
@@ -42,8 +43,8 @@ class TradeoffPicture:
     """The frontier, ready to draw in a box of 1000 by 1000."""
 
     plan: ModelPlan
-    plans: Sequence[ModelPlan]
-    by_hand: Sequence[ByHand]
+    plans: tuple[ModelPlan, ...]
+    by_hand: list[ByHand]
 
     @cached_property
     def plain_s(self) -> float:
@@ -51,8 +52,20 @@ class TradeoffPicture:
         return self.plan.profile.plain.seconds or 1.0
 
     @cached_property
+    def shown(self) -> list[ModelPlan]:
+        """The plans that are drawn: one that is far slower than all recipes would press the rest flat."""
+        known = [self.plan.predicted_s, *(recipe.seconds for recipe in self.by_hand)]
+        most_s = self.plain_s + max(2.0 * (max(known) - self.plain_s), 0.25 * self.plain_s)
+        return [plan for plan in self.plans if plan.predicted_s <= most_s]
+
+    @property
+    def hidden(self) -> tuple[ModelPlan, ...]:
+        """The plans that are not drawn."""
+        return self.plans[: len(self.plans) - len(self.shown)]
+
+    @cached_property
     def _points(self) -> list[tuple[int, float]]:
-        ours = [(plan.predicted_bytes, plan.predicted_s) for plan in (*self.plans, self.plan)]
+        ours = [(plan.predicted_bytes, plan.predicted_s) for plan in (*self.shown, self.plan)]
         return ours + [(recipe.peak_bytes, recipe.seconds) for recipe in self.by_hand]
 
     @cached_property
@@ -84,7 +97,7 @@ class TradeoffPicture:
         """The frontier: between two plans, the one with fewer bytes is the one to use."""
         places = [
             (self.left(plan.predicted_bytes) * 10, 1000 - self.bottom(plan.predicted_s) * 10)
-            for plan in self.plans
+            for plan in self.shown
         ]
         if not places:
             return ""
@@ -94,7 +107,7 @@ class TradeoffPicture:
     @property
     def points(self) -> list[Mark]:
         """The plans on the frontier."""
-        return [self._mark("", "best plan", plan.predicted_bytes, plan.predicted_s) for plan in self.plans]
+        return [self._mark("", "best plan", plan.predicted_bytes, plan.predicted_s) for plan in self.shown]
 
     @property
     def chosen(self) -> Mark:
@@ -154,11 +167,25 @@ class TradeoffPicture:
 
 def _padded(low: float, high: float) -> tuple[float, float]:
     margin = (high - low) * 0.07 or abs(high) * 0.07 or 1.0
-    return low - margin, high + margin
+    return max(low - margin, 0.0), high + margin
 
 
 def make_tradeoff(plan: ModelPlan) -> TradeoffPicture:
-    """Plans over the whole range of budgets, which takes a few seconds for a thousand units."""
+    """Plans over the whole range of budgets, which takes several seconds for a thousand units."""
     profile = plan.profile
+    recipes = recipes_by_hand(profile)
+    return TradeoffPicture(plan, plans_beside(profile, recipes), recipes)
+
+
+def plans_beside(profile: Profile, recipes: Sequence[ByHand]) -> tuple[ModelPlan, ...]:
+    """The frontier, also at the recipes' own peaks: else a recipe could seem better than the best plan."""
     num_points = 20 if len(profile.units) <= _MANY_UNITS else 10
-    return TradeoffPicture(plan, frontier(profile, num_points=num_points), recipes_by_hand(profile))
+    found = [
+        *frontier(profile, num_points=num_points),
+        *frontier(profile, budgets=[recipe.peak_bytes for recipe in recipes]),
+    ]
+    best: list[ModelPlan] = []
+    for plan in sorted(found, key=lambda plan: (plan.predicted_bytes, plan.predicted_s)):
+        if not best or plan.predicted_s < best[-1].predicted_s:
+            best.append(plan)
+    return tuple(best)
