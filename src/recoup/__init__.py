@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from recoup import errors, policies, sizes
 
 if TYPE_CHECKING:
-    from recoup import manual, measuring, planning, stores
+    from recoup import manual, measuring, planning, report, stores
     from recoup.auditing import audit
     from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, torch_checkpoint
     from recoup.engines import apply, frontier, minimum_budget, plan, remove
@@ -33,6 +33,7 @@ __all__ = [
     "planning",
     "policies",
     "remove",
+    "report",
     "sizes",
     "stores",
     "torch_checkpoint",
@@ -61,7 +62,7 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         value = getattr(import_module(f"recoup.{_LATER[name]}"), name)
-    elif name in ("manual", "measuring", "planning", "stores"):
+    elif name in ("manual", "measuring", "planning", "report", "stores"):
         value = import_module(f"recoup.{name}")
     else:
         raise AttributeError(f"module 'recoup' has no attribute {name!r}")

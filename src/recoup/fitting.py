@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from recoup.measuring.steps import TrainingStep
 from recoup.measuring.units import Units, children_of
 from recoup.planning import Problem
 from recoup.progress import note
+from recoup.report.table import to_text
 from recoup.sizes import format_bytes
 
 __all__ = ["Fitted", "fit", "verify"]
@@ -51,32 +53,19 @@ class Fitted:
         """The measured step."""
         return self.plan.profile
 
+    def to_html(self, path: str | Path) -> Path:
+        """Writes a report into one HTML file that needs nothing else; returns its path."""
+        from recoup.report.page import write_html
+
+        return write_html(self, path)
+
+    def _repr_html_(self) -> str:
+        from recoup.report.page import to_notebook
+
+        return to_notebook(self)
+
     def __str__(self) -> str:
-        return describe(self)
-
-
-def describe(fitted: Fitted) -> str:
-    """A short table: the budget, peaks and seconds, and what happens to which units."""
-    plan, seen = fitted.plan, fitted.verification
-    profile = plan.profile
-    rows = [("", "peak", "seconds")]
-    rows.append(("plain, predicted", format_bytes(profile.plain_bytes), f"{profile.plain.seconds:.4g}"))
-    if seen is not None and seen.plain_peak_bytes is not None and seen.plain_seconds is not None:
-        rows.append(("plain, measured", format_bytes(seen.plain_peak_bytes), f"{seen.plain_seconds:.4g}"))
-    rows.append(("fitted, predicted", format_bytes(plan.predicted_bytes), f"{plan.predicted_s:.4g}"))
-    if seen is not None:
-        rows.append(("fitted, measured", format_bytes(seen.peak_bytes), f"{seen.seconds:.4g}"))
-    rows.append(("budget", format_bytes(plan.budget_bytes), ""))
-    lines = [f"{profile.model} on {profile.device}"]
-    lines += [f"  {name:<18}{peak:>12}{seconds:>12}".rstrip() for name, peak, seconds in rows]
-    if seen is not None:
-        note = (
-            f"; not deterministic in plain steps either: {', '.join(seen.drifting)}" if seen.drifting else ""
-        )
-        lines.append(f"  gradients: {seen.gradients}{note}")
-    lines += [f"  {names}: {what}" for names, what in plan.describe_units()]
-    lines += [f"  kept, because unsafe: {name} ({why})" for name, why in fitted.audit.unsafe.items()]
-    return "\n".join(lines)
+        return to_text(self)
 
 
 def fit(

@@ -16,7 +16,7 @@ from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
 from recoup.sizes import format_bytes, parse_bytes
 
-__all__ = ["ModelPlan", "frontier", "minimum_budget", "plan"]
+__all__ = ["ModelPlan", "frontier", "minimum_budget", "plan", "span_name"]
 
 # What an eager model can run: options per unit, and (nested) segments. No moves to other stores.
 _SOLVERS = (ChainSolver(), SelectSolver())
@@ -64,19 +64,18 @@ class ModelPlan:
     def describe_units(self) -> list[tuple[str, str]]:
         """For groups of neighbouring units that are treated alike: their names, and what happens to them."""
         labelled = [
-            (self.profile.units[item.first], item.last, self._label(item))
+            (self.profile.units[item.first], item.last, self.label(item))
             for item in self.items
             if not self.profile.units[item.first].is_code
         ]
         described = []
         for label, group in groupby(labelled, key=lambda entry: entry[2]):
             members = list(group)
-            if label.startswith("segment"):
-                described += [
-                    (_span(unit.name, self.profile.units[last].name), label) for unit, last, _ in members
-                ]
-            else:
-                described.append((_span(members[0][0].name, members[-1][0].name), label))
+            name = span_name(members[0][0].name, self.profile.units[members[-1][1]].name)
+            if label.startswith("segment of") and len(members) > 1:
+                label = f"{len(members)} segments{label.removeprefix('segment')}"
+                label = label.replace(", recomputed", ", each recomputed")
+            described.append((name, label))
         return described
 
     def to_json(self, *, indent: int | None = None) -> str:
@@ -96,7 +95,8 @@ class ModelPlan:
 
         return plan_from_json(text)
 
-    def _label(self, item: Item) -> str:
+    def label(self, item: Item) -> str:
+        """What happens to a unit or a segment, in a few words."""
         if isinstance(item, Leaf):
             return self.recipe(item).name
         depth = _depth(item)
@@ -119,8 +119,12 @@ def _depth(item: Item) -> int:
     return 1 + max(map(_depth, item.items)) if isinstance(item, Segment) else 0
 
 
-def _span(first: str, last: str) -> str:
-    """``layers.0`` and ``layers.9`` as ``layers.0-9``."""
+def span_name(first: str, last: str) -> str:
+    """The name of neighbouring units.
+
+    >>> span_name("layers.0", "layers.9"), span_name("embed", "layers.2")
+    ('layers.0-9', 'embed to layers.2')
+    """
     if first == last:
         return first
     stem, _, end = last.rpartition(".")

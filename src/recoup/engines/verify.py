@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from recoup.engines.comparing import compare_units
 from recoup.engines.fingerprints import (
@@ -16,6 +17,7 @@ from recoup.engines.fingerprints import (
     fingerprint,
 )
 from recoup.engines.plans import ModelPlan
+from recoup.engines.recording import Points, record
 from recoup.errors import VerificationError
 from recoup.measuring.caches import without_caches
 from recoup.measuring.intercept import suspended
@@ -42,6 +44,8 @@ class Verification:
         plain_seconds: of the plain step; ``None`` where that did not fit.
         gradients: how the gradients were compared: ``"bit-equal"``, or ``"bit-equal, unit by unit"``.
         drifting: parameters whose gradients are not bit-equal, in a model whose plain steps are not either.
+        timeline: seconds, and the bytes of the whole step from then on. Watching slows a step down unevenly: the
+            times are those of the watched step, scaled to ``seconds``.
     """
 
     peak_bytes: int
@@ -50,6 +54,7 @@ class Verification:
     plain_seconds: float | None
     gradients: str
     drifting: tuple[str, ...] = ()
+    timeline: Points = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class _Run:
     peak_bytes: int
     seconds: float
     prints: Prints
+    timeline: Points
 
 
 def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> Verification:
@@ -80,10 +86,23 @@ def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Opti
             plain = None
     if plain is None:
         compare_units(step, plan, optimizer)
-        return Verification(fitted.peak_bytes, fitted.seconds, None, None, "bit-equal, unit by unit")
+        return Verification(
+            fitted.peak_bytes,
+            fitted.seconds,
+            None,
+            None,
+            "bit-equal, unit by unit",
+            timeline=fitted.timeline,
+        )
     drifting = verifier.compare(fitted, plain)
     return Verification(
-        fitted.peak_bytes, fitted.seconds, plain.peak_bytes, plain.seconds, "bit-equal", drifting
+        fitted.peak_bytes,
+        fitted.seconds,
+        plain.peak_bytes,
+        plain.seconds,
+        "bit-equal",
+        drifting,
+        timeline=fitted.timeline,
     )
 
 
@@ -110,16 +129,21 @@ class _Verifier:
                 live_bytes = self.meter.live_bytes()
                 # Inside, since a step of the user's may drop these gradients and make others.
                 self._prepare()
-                self.meter.reset_peak()
-                self._step()
-                peak_bytes = self.meter.peak_bytes() - live_bytes
-        peak_bytes += self.residents.total_bytes
+                lived_bytes = self.residents.total_bytes + self.meter.live_bytes() - live_bytes
+                peak_bytes, points = record(self.meter, self._modules(), self._step)
         times = []
         for _ in range(_REPEATS):
             with self._preserving():
                 self._prepare()
                 times.append(self.meter.wall_s(self._step))
-        return _Run(max(peak_bytes, self.residents.optimizer_peak_bytes), min(times), self.prints())
+        scale = min(times) / (points[-1][0] or 1.0)
+        timeline = tuple((time_s * scale, num_bytes + lived_bytes) for time_s, num_bytes in points)
+        most_bytes = max(peak_bytes + lived_bytes, self.residents.optimizer_peak_bytes)
+        return _Run(most_bytes, min(times), self.prints(), timeline)
+
+    def _modules(self) -> list[nn.Module]:
+        named = dict(self.step.model.named_modules())
+        return [named[unit.module] for unit in self.plan.profile.units if unit.module in named]
 
     def prints(self) -> Prints:
         """Of every gradient after a step; of the parameters too where the step may change them."""

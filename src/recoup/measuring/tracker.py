@@ -56,6 +56,8 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit_bytes = limit_bytes
+        #: Told the current bytes whenever they have changed.
+        self.observer: Callable[[int], None] | None = None
         self.current_bytes = 0
         self.peak_bytes = 0
         self.made_bytes = 0
@@ -137,11 +139,15 @@ class MemoryTracker(TorchDispatchMode):
         known.counted_bytes += grown_bytes
         self.current_bytes += grown_bytes
         self.made_bytes += max(0, grown_bytes)
+        if self.observer is not None:
+            self.observer(self.current_bytes)
 
     def _release(self, known: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(known, _Seen)
         del self._seen[known.key]
         self.current_bytes -= known.counted_bytes
+        if self.observer is not None:
+            self.observer(self.current_bytes)
 
 
 # torch.tensor makes its result out of sight and shows it first as the argument of this; so does torch.from_numpy,

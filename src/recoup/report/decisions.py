@@ -1,0 +1,176 @@
+"""What a plan does with every position of a step, in bytes and seconds, and what it could have done instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from recoup.engines.plans import ModelPlan
+from recoup.engines.tree import Item, Leaf, Segment
+from recoup.errors import ScheduleError
+from recoup.planning import Action, Backward, Forward, Keep, Option, Schedule, simulate
+from recoup.planning.solvers.baselines import REPLAY
+
+__all__ = ["Decision", "Decisions", "Way"]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Another way to run a unit than the plain one: what it frees, and what that costs."""
+
+    choice: int
+    freed_bytes: int
+    extra_s: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes that a second buys; 0 where nothing has to be paid."""
+        return self.freed_bytes / self.extra_s if self.extra_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to one position, and what that takes.
+
+    Attributes:
+        unit: its index.
+        label: what happens, in a few words.
+        segment: the segment that it is forgotten with; ``None`` if it is on its own.
+        choice: the index of its option, or ``REPLAY``.
+        held_bytes: from its forward to its backward; in a segment, nothing.
+        plain_held_bytes: the same in the plain step.
+        freed_bytes: what it holds less than in the plain step, outputs inside a segment included.
+        output_bytes: of its output.
+        transient_bytes: the most that it needs for a moment, in its forward, replay or backward.
+        forward_s: seconds of its forward in the plain step.
+        backward_s: seconds of its backward in the plain step.
+        extra_s: seconds that it takes more than in the plain step.
+    """
+
+    unit: int
+    label: str
+    segment: Segment | None
+    choice: int
+    held_bytes: int
+    plain_held_bytes: int
+    freed_bytes: int
+    output_bytes: int
+    transient_bytes: int
+    forward_s: float
+    backward_s: float
+    extra_s: float
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it runs as in the plain step."""
+        return self.segment is None and self.choice == 0
+
+
+class Decisions(Sequence[Decision]):
+    """A plan's decisions, by position."""
+
+    def __init__(self, plan: ModelPlan) -> None:
+        self.plan = plan
+        self.problem = plan.profile.problem
+        self.actions = tuple(plan.schedule.schedule)
+        seconds = self._seconds()
+        self._all = [self._decide(item, leaf, seconds) for item in plan.items for leaf in _leaves(item)]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: int) -> Decision:  # type: ignore[override]
+        return self._all[index]
+
+    def _seconds(self) -> list[float]:
+        """What each position takes in all, over all its forwards and its backward."""
+        seconds = [0.0] * len(self.problem.units)
+        for action in self.actions:
+            unit = self.problem.units[action.unit]
+            if isinstance(action, Forward):
+                option = unit.lightest if action.option is None else unit.options[action.option]
+                seconds[action.unit] += option.forward_s
+            elif isinstance(action, Backward):
+                option = unit.options[action.option]
+                seconds[action.unit] += option.extra_s + option.backward_s
+        return seconds
+
+    def _decide(self, item: Item, leaf: Leaf, seconds: Sequence[float]) -> Decision:
+        unit = self.problem.units[leaf.unit]
+        plain, option = unit.options[0], unit.options[leaf.option]
+        is_replayed = isinstance(item, Segment)
+        held_bytes = 0 if is_replayed else option.held_bytes
+        freed_bytes = plain.held_bytes - held_bytes
+        if leaf.unit < item.last:
+            freed_bytes += unit.output_bytes
+        return Decision(
+            unit=leaf.unit,
+            label=self.plan.label(item),
+            segment=item if isinstance(item, Segment) and item.first < item.last else None,
+            choice=REPLAY if is_replayed else leaf.option,
+            held_bytes=held_bytes,
+            plain_held_bytes=plain.held_bytes,
+            freed_bytes=freed_bytes,
+            output_bytes=unit.output_bytes,
+            transient_bytes=_transient_bytes(option),
+            forward_s=plain.forward_s,
+            backward_s=plain.extra_s + plain.backward_s,
+            extra_s=seconds[leaf.unit] - plain.total_s,
+        )
+
+    def ways(self, unit: int) -> list[Way]:
+        """The ways to run a unit that hold less than the plain one."""
+        planned, profiled = self.problem.units[unit], self.plan.profile.units[unit]
+        plain = planned.options[0]
+        found = [
+            Way(index, plain.held_bytes - option.held_bytes, option.total_s - plain.total_s)
+            for index, option in enumerate(planned.options)
+        ]
+        if not planned.runs_once and len(profiled.recipes) > 1:
+            found.append(Way(REPLAY, plain.held_bytes, planned.lightest.forward_s))
+        return [way for way in found if way.freed_bytes > 0]
+
+    @cached_property
+    def kept_rate(self) -> float:
+        """The most bytes that a second would buy in a unit that is kept; 0 if there is nothing to buy."""
+        ways = (way for decision in self if decision.is_kept for way in self.ways(decision.unit))
+        return max((way.rate for way in ways), default=0.0)
+
+    def peak_with(self, unit: int, choice: int) -> int | None:
+        """The step's peak if one unit that is on its own ran in another way; ``None`` if it cannot."""
+        try:
+            simulation = simulate(self.problem, Schedule(self._swapped(unit, choice)))
+        except ScheduleError:
+            return None
+        known_bytes = self.plan.schedule.predicted.peak_bytes
+        beyond_bytes = self.plan.predicted_bytes - known_bytes
+        return simulation.peak_bytes + max(0, beyond_bytes)
+
+    def _swapped(self, unit: int, choice: int) -> Iterator[Action]:
+        option = max(choice, 0)
+        keep = Forward(unit, keep=Keep.OPTION, option=option)
+        is_first = True
+        for action in self.actions:
+            if action.unit != unit:
+                yield action
+            elif isinstance(action, Backward):
+                if choice == REPLAY:
+                    yield keep
+                yield Backward(unit, option=option)
+            elif is_first:
+                is_first = False
+                passing = Forward(unit, keep=Keep.INPUT if unit else Keep.NOTHING)
+                yield passing if choice == REPLAY else keep
+
+
+def _transient_bytes(option: Option) -> int:
+    return max(option.forward_transient_bytes, option.replay_transient_bytes, option.backward_transient_bytes)
+
+
+def _leaves(item: Item) -> Iterator[Leaf]:
+    if isinstance(item, Leaf):
+        yield item
+    else:
+        for inner in item.items:
+            yield from _leaves(inner)

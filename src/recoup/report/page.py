@@ -1,0 +1,85 @@
+"""A fitted model as HTML: one file that needs nothing else, or a few lines for a notebook."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recoup.report.memory import MemoryPicture, colours_of
+from recoup.report.numbers import format_seconds, format_share
+from recoup.report.rows import rows_of
+from recoup.report.subject import Subject
+from recoup.report.summary import summarize
+from recoup.report.tradeoff import make_tradeoff
+from recoup.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = ["to_html", "to_notebook", "write_html"]
+
+
+def write_html(subject: Subject, path: str | Path) -> Path:
+    """Writes the report into one file; returns its path.
+
+    Args:
+        subject: a fitted model.
+        path: of the file, which is replaced if it is there.
+    """
+    place = Path(path)
+    place.write_text(to_html(subject), encoding="utf-8")
+    return place
+
+
+def to_html(subject: Subject) -> str:
+    """The whole report: memory over the step, the frontier, and every unit with the reason for its treatment."""
+    plan = subject.plan
+    colours = colours_of(plan.profile)
+    memory = MemoryPicture(subject)
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            summary=summarize(subject),
+            plan=plan,
+            memory=memory,
+            tradeoff=make_tradeoff(plan),
+            rows=[(row, colours[row.decision.unit].partition(" ")[0]) for row in rows_of(plan)],
+            findings=sorted(subject.audit.findings, key=lambda finding: not finding.is_unsafe),
+            data={"memory": memory.data},
+        )
+    )
+
+
+def to_notebook(subject: Subject) -> str:
+    """The table and the picture of memory, for a notebook's output."""
+    return (
+        _environment()
+        .get_template("notebook.html")
+        .render(summary=summarize(subject), plan=subject.plan, memory=MemoryPicture(subject))
+    )
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+
+    folder = files("recoup.report") / "templates"
+
+    def load(name: str) -> str:
+        return (folder / name).read_text(encoding="utf-8")
+
+    environment = Environment(
+        autoescape=True,
+        loader=FunctionLoader(load),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(size=format_bytes, time=format_seconds, share=format_share)
+    texts: dict[str, Any] = {name: Markup(load(name)) for name in ("charts.css", "page.css", "page.js")}
+    environment.globals["inline"] = texts
+    return environment

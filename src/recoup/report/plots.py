@@ -1,0 +1,109 @@
+"""Plain matplotlib figures for papers: the frontier, and memory over a step. They need the extra ``plots``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from recoup.engines.plans import ModelPlan
+from recoup.measuring.profile import Profile
+from recoup.report.by_hand import recipes_by_hand
+from recoup.report.memory import MemoryPicture
+from recoup.report.numbers import byte_ticks
+from recoup.report.subject import Subject
+from recoup.report.tradeoff import plans_beside
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_frontier", "plot_memory"]
+
+
+def plot_frontier(profile_or_plans: Profile | Iterable[ModelPlan], ax: Axes | None = None) -> Axes:
+    """Draws the best seconds for every budget, and what people do by hand beside it.
+
+    Args:
+        profile_or_plans: a measured step, or what `frontier` made of it.
+        ax: where to draw; a new figure unless given.
+
+    Raises:
+        ImportError: matplotlib is not there.
+        ValueError: there is nothing to draw.
+    """
+    ax = _axes(ax)
+    if isinstance(profile_or_plans, Profile):
+        recipes = recipes_by_hand(profile_or_plans)
+        plans = plans_beside(profile_or_plans, recipes)
+    else:
+        plans = tuple(profile_or_plans)
+        if not plans:
+            raise ValueError("A frontier needs plans. Give a profile, or plans from recoup.frontier.")
+        recipes = recipes_by_hand(plans[0].profile)
+    sizes = [plan.predicted_bytes for plan in plans]
+    ax.step(
+        sizes, [plan.predicted_s * 1e3 for plan in plans], where="post", marker="o", ms=3, label="best plan"
+    )
+    ax.scatter(
+        [recipe.peak_bytes for recipe in recipes],
+        [recipe.seconds * 1e3 for recipe in recipes],
+        marker="x",
+        color="0.4",
+        label="by hand",
+    )
+    for recipe in recipes:
+        ax.annotate(
+            recipe.name,
+            (recipe.peak_bytes, recipe.seconds * 1e3),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize="x-small",
+            color="0.4",
+        )
+    _byte_axis(ax.xaxis, min(sizes), max([*sizes, *(recipe.peak_bytes for recipe in recipes)]))
+    ax.set(xlabel="peak memory", ylabel="step (ms)")
+    ax.legend(frameon=False)
+    return ax
+
+
+def plot_memory(fitted: Subject, ax: Axes | None = None) -> Axes:
+    """Draws memory over a fitted step: plain, predicted, measured, and the budget.
+
+    Args:
+        fitted: what `fit` returned.
+        ax: where to draw; a new figure unless given.
+
+    Raises:
+        ImportError: matplotlib is not there.
+    """
+    ax = _axes(ax)
+    picture = MemoryPicture(fitted)
+    lines: list[tuple[str, Any, float, dict[str, Any]]] = [
+        ("plain, predicted", picture.plain, fitted.plan.profile.plain.seconds, {"color": "0.6"}),
+        ("fitted, predicted", picture.predicted, fitted.plan.predicted_s, {"color": "C0"}),
+    ]
+    if picture.measured:
+        lines.append(("fitted, measured", picture.measured, picture.measured[-1][0], {"color": "C1"}))
+    for label, points, end_s, style in lines:
+        times_ms = [point[0] * 1e3 for point in points] + [end_s * 1e3]
+        levels = [point[1] for point in points]
+        ax.step(times_ms, [*levels, levels[-1]], where="post", linewidth=1, label=label, **style)
+    ax.axhline(fitted.plan.budget_bytes, color="C3", linestyle="--", linewidth=1, label="budget")
+    ax.set(xlabel="time (ms)", ylabel="memory", xlim=(0, picture.end_s * 1e3), ylim=(0, None))
+    _byte_axis(ax.yaxis, 0, ax.get_ylim()[1])
+    ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
+def _byte_axis(axis: Any, low: float, high: float) -> None:
+    ticks = byte_ticks(low, high)
+    axis.set_ticks([value for value, _ in ticks], labels=[text for _, text in ticks])
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib. Install it with: pip install 'recoup[plots]'") from error
+    return pyplot.subplots(layout="constrained")[1]

@@ -1,0 +1,99 @@
+"""The rows of the table of units: neighbours that cost the same and are treated alike share one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recoup.engines.plans import ModelPlan, span_name
+from recoup.report.decisions import Decision, Decisions
+from recoup.report.reasons import explain
+
+__all__ = ["Row", "rows_of"]
+
+# Code between units, or blocks of another kind, may lie between units that share a row.
+_WIDEST_GAP = 8
+# Rows times units above which what would happen otherwise is not simulated: a few seconds.
+_MOST_ASKED = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Units that cost the same and are treated alike; figures are those of one of them.
+
+    Attributes:
+        names: of the units.
+        title: their names in short.
+        decision: the figures.
+        tone: ``"keep"``, ``"recompute"``, ``"unsafe"`` or ``"code"``.
+        why: the reason, in a sentence.
+        kind: the units' kind in the profile.
+    """
+
+    names: tuple[str, ...]
+    title: str
+    decision: Decision
+    tone: str
+    why: str
+    kind: int
+
+
+def rows_of(plan: ModelPlan) -> list[Row]:
+    """The table's rows, in the order of the step."""
+    decisions = Decisions(plan)
+    groups = _groups(plan, decisions)
+    ask = len(groups) * len(decisions) <= _MOST_ASKED
+    return [_row(plan, decisions, group, ask=ask) for group in groups]
+
+
+def _key(plan: ModelPlan, decision: Decision) -> tuple[object, ...]:
+    unit = plan.profile.units[decision.unit]
+    return (
+        unit.kind,
+        unit.is_code,
+        unit.unsafe,
+        decision.label,
+        decision.choice,
+        decision.held_bytes,
+        decision.plain_held_bytes,
+        decision.output_bytes,
+        decision.transient_bytes,
+        decision.forward_s,
+        decision.backward_s,
+        round(decision.extra_s, 9),
+    )
+
+
+def _groups(plan: ModelPlan, decisions: Decisions) -> list[list[Decision]]:
+    groups: list[list[Decision]] = []
+    # By kind: the next of a kind shares the row of the one before, or closes it.
+    latest: dict[object, tuple[tuple[object, ...], list[Decision]]] = {}
+    for decision in decisions:
+        key = _key(plan, decision)
+        unit = plan.profile.units[decision.unit]
+        kind = key if unit.is_code else unit.kind
+        known, group = latest.get(kind, (None, []))
+        if known == key and decision.unit - group[-1].unit <= _WIDEST_GAP:
+            group.append(decision)
+        else:
+            groups.append([decision])
+            latest[kind] = (key, groups[-1])
+    return groups
+
+
+def _row(plan: ModelPlan, decisions: Decisions, alike: list[Decision], *, ask: bool) -> Row:
+    units = [plan.profile.units[decision.unit] for decision in alike]
+    first = units[0]
+    if first.unsafe:
+        tone = "unsafe"
+    elif first.is_code:
+        tone = "code"
+    else:
+        tone = "keep" if alike[0].is_kept else "recompute"
+    return Row(
+        names=tuple(unit.name for unit in units),
+        title=span_name(first.name, units[-1].name),
+        decision=alike[0],
+        tone=tone,
+        why=explain(decisions, alike, ask=ask),
+        kind=first.kind,
+    )

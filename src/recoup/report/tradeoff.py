@@ -1,0 +1,191 @@
+"""The picture of the frontier: the best seconds for every budget, this plan, and what people do by hand."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from recoup.engines.plans import ModelPlan, frontier
+from recoup.measuring.profile import Profile
+from recoup.report.by_hand import ByHand, recipes_by_hand
+from recoup.report.memory import Tick
+from recoup.report.numbers import byte_ticks, format_seconds, format_share, share_ticks
+from recoup.sizes import format_bytes
+
+__all__ = ["Mark", "TradeoffPicture", "make_tradeoff", "plans_beside"]
+
+_MANY_UNITS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point with its place in per cent from the left and from the bottom, and what it says."""
+
+    letter: str
+    name: str
+    peak_bytes: int
+    seconds: float
+    left: float
+    bottom: float
+    fits: bool
+    slower: str
+
+    @property
+    def tip(self) -> str:
+        """The point in a line."""
+        return f"{self.name}: {format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)} ({self.slower})"
+
+
+@dataclass(frozen=True)
+class TradeoffPicture:
+    """The frontier, ready to draw in a box of 1000 by 1000."""
+
+    plan: ModelPlan
+    plans: tuple[ModelPlan, ...]
+    by_hand: list[ByHand]
+
+    @cached_property
+    def plain_s(self) -> float:
+        """Seconds of the plain step."""
+        return self.plan.profile.plain.seconds or 1.0
+
+    @cached_property
+    def shown(self) -> list[ModelPlan]:
+        """The plans that are drawn: one that is far slower than all recipes would press the rest flat."""
+        known = [self.plan.predicted_s, *(recipe.seconds for recipe in self.by_hand)]
+        most_s = self.plain_s + max(2.0 * (max(known) - self.plain_s), 0.25 * self.plain_s)
+        return [plan for plan in self.plans if plan.predicted_s <= most_s]
+
+    @property
+    def hidden(self) -> tuple[ModelPlan, ...]:
+        """The plans that are not drawn."""
+        return self.plans[: len(self.plans) - len(self.shown)]
+
+    @cached_property
+    def _points(self) -> list[tuple[int, float]]:
+        ours = [(plan.predicted_bytes, plan.predicted_s) for plan in (*self.shown, self.plan)]
+        return ours + [(recipe.peak_bytes, recipe.seconds) for recipe in self.by_hand]
+
+    @cached_property
+    def bytes_range(self) -> tuple[float, float]:
+        """The least and the most bytes in the drawing."""
+        sizes = [num_bytes for num_bytes, _ in self._points]
+        if self.plan.budget_bytes < 1.3 * max(sizes):
+            sizes.append(self.plan.budget_bytes)
+        return _padded(min(sizes), max(sizes))
+
+    @cached_property
+    def seconds_range(self) -> tuple[float, float]:
+        """The least and the most seconds in the drawing."""
+        times = [seconds for _, seconds in self._points]
+        return _padded(min(times), max(times))
+
+    def left(self, num_bytes: float) -> float:
+        """Bytes in per cent of the width."""
+        low, high = self.bytes_range
+        return round((num_bytes - low) / (high - low) * 100, 2)
+
+    def bottom(self, seconds: float) -> float:
+        """Seconds in per cent of the height."""
+        low, high = self.seconds_range
+        return round((seconds - low) / (high - low) * 100, 2)
+
+    @property
+    def line(self) -> str:
+        """The frontier: between two plans, the one with fewer bytes is the one to use."""
+        places = [
+            (self.left(plan.predicted_bytes) * 10, 1000 - self.bottom(plan.predicted_s) * 10)
+            for plan in self.shown
+        ]
+        if not places:
+            return ""
+        steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in places[1:])
+        return f"M{places[0][0]:.1f} 0V{places[0][1]:.1f}{steps}H1000"
+
+    @property
+    def points(self) -> list[Mark]:
+        """The plans on the frontier."""
+        return [self._mark("", "best plan", plan.predicted_bytes, plan.predicted_s) for plan in self.shown]
+
+    @property
+    def chosen(self) -> Mark:
+        """This plan."""
+        return self._mark("", "this plan", self.plan.predicted_bytes, self.plan.predicted_s)
+
+    @cached_property
+    def recipes(self) -> list[Mark]:
+        """What people do by hand, lettered."""
+        pairs = zip(string.ascii_uppercase, self.by_hand, strict=False)
+        return [
+            self._mark(letter, recipe.name, recipe.peak_bytes, recipe.seconds) for letter, recipe in pairs
+        ]
+
+    def _mark(self, letter: str, name: str, peak_bytes: int, seconds: float) -> Mark:
+        overhead = seconds / self.plain_s - 1
+        return Mark(
+            letter=letter,
+            name=name,
+            peak_bytes=peak_bytes,
+            seconds=seconds,
+            left=self.left(peak_bytes),
+            bottom=self.bottom(seconds),
+            fits=peak_bytes <= self.plan.budget_bytes,
+            slower=f"{'+' * (overhead >= 0.0005)}{format_share(overhead)}",
+        )
+
+    @property
+    def budget_percent(self) -> float | None:
+        """The budget's place from the left; ``None`` if it is outside."""
+        percent = self.left(self.plan.budget_bytes)
+        return percent if 0 <= percent <= 100 else None
+
+    @property
+    def x_ticks(self) -> list[Tick]:
+        """Bytes."""
+        return [Tick(self.left(value), text) for value, text in byte_ticks(*self.bytes_range, most=6)]
+
+    @property
+    def y_ticks(self) -> list[Tick]:
+        """Seconds as a share of the plain step."""
+        low, high = (seconds / self.plain_s - 1 for seconds in self.seconds_range)
+        return [Tick(self.bottom((1 + share) * self.plain_s), text) for share, text in share_ticks(low, high)]
+
+    @property
+    def description(self) -> str:
+        """The picture in a sentence, for who cannot see it."""
+        if not self.plans:
+            return "The frontier has no points."
+        lightest, fastest = self.plans[0], self.plans[-1]
+        return (
+            f"The frontier runs from {format_bytes(lightest.predicted_bytes)} at"
+            f" {format_seconds(lightest.predicted_s)} to {format_bytes(fastest.predicted_bytes)} at"
+            f" {format_seconds(fastest.predicted_s)}. {self.chosen.tip}."
+        )
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    margin = (high - low) * 0.07 or abs(high) * 0.07 or 1.0
+    return max(low - margin, 0.0), high + margin
+
+
+def make_tradeoff(plan: ModelPlan) -> TradeoffPicture:
+    """Plans over the whole range of budgets, which takes several seconds for a thousand units."""
+    profile = plan.profile
+    recipes = recipes_by_hand(profile)
+    return TradeoffPicture(plan, plans_beside(profile, recipes), recipes)
+
+
+def plans_beside(profile: Profile, recipes: Sequence[ByHand]) -> tuple[ModelPlan, ...]:
+    """The frontier, also at the recipes' own peaks: else a recipe could seem better than the best plan."""
+    num_points = 20 if len(profile.units) <= _MANY_UNITS else 10
+    found = [
+        *frontier(profile, num_points=num_points),
+        *frontier(profile, budgets=[recipe.peak_bytes for recipe in recipes]),
+    ]
+    best: list[ModelPlan] = []
+    for plan in sorted(found, key=lambda plan: (plan.predicted_bytes, plan.predicted_s)):
+        if not best or plan.predicted_s < best[-1].predicted_s:
+            best.append(plan)
+    return tuple(best)
