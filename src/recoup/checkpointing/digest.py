@@ -9,19 +9,23 @@ __all__ = ["digest"]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMNS = 1024
+_SEEDS = (torch.int64, torch.uint64)
 
 
 def digest(tensor: Tensor) -> Tensor | None:
     """Sums the tensor's bits, weighted by row and by column, so that moved values show as well as changed ones.
 
     Two passes over the data, no copy of it (unless it is not contiguous) and no synchronisation. Returns None
-    for tensors without plain storage (sparse, quantised, nested, fake).
+    for tensors without plain storage (sparse, quantised, nested, fake), and for single integers: attention without
+    dropout saves the seed and offset of a generator that it never read, and these hold whatever was in memory.
 
     >>> bool(torch.equal(digest(torch.tensor([1.0, 2.0])), digest(torch.tensor([2.0, 1.0]))))
     False
     """
     with torch.no_grad():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+            return None
+        if tensor.dim() == 0 and tensor.dtype in _SEEDS:
             return None
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
