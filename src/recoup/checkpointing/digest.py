@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["digest"]
+__all__ = ["digest", "digest_of_saved"]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMNS = 1024
@@ -16,16 +16,13 @@ def digest(tensor: Tensor) -> Tensor | None:
     """Sums the tensor's bits, weighted by row and by column, so that moved values show as well as changed ones.
 
     Two passes over the data, no copy of it (unless it is not contiguous) and no synchronisation. Returns None
-    for tensors without plain storage (sparse, quantised, nested, fake), and for single integers: attention without
-    dropout saves the seed and offset of a generator that it never read, and these hold whatever was in memory.
+    for tensors without plain storage (sparse, quantised, nested, fake).
 
     >>> bool(torch.equal(digest(torch.tensor([1.0, 2.0])), digest(torch.tensor([2.0, 1.0]))))
     False
     """
     with torch.no_grad():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-            return None
-        if tensor.dim() == 0 and tensor.dtype in _SEEDS:
             return None
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
@@ -38,3 +35,12 @@ def digest(tensor: Tensor) -> Tensor | None:
 
 def _weighted(sums: Tensor) -> Tensor:
     return (sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum()
+
+
+def digest_of_saved(tensor: Tensor) -> Tensor | None:
+    """The digest of a tensor that autograd saves; None for single integers.
+
+    Attention without dropout saves the seed and offset of a generator that it never read: they hold whatever was in
+    memory, and differ from run to run.
+    """
+    return None if tensor.dim() == 0 and tensor.dtype in _SEEDS else digest(tensor)
