@@ -116,6 +116,15 @@ def test_a_file_that_cannot_be_written(capsys: Captured, monkeypatch: pytest.Mon
     assert "recoup: Cannot write plan.json: [Errno 13] Permission denied" in capsys.readouterr().err
 
 
+def test_a_report_that_cannot_be_written(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Fitted, path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Fitted, "to_html", refuse, raising=False)
+    assert run("fit factories:make --budget 1MB --no-verify --html report.html") == 1
+    assert capsys.readouterr().err == "recoup: [Errno 13] Permission denied: 'report.html'\n"
+
+
 def test_running_out_of_memory_is_one_line_and_other_errors_are_not(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
