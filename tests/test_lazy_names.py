@@ -27,7 +27,9 @@ def test_importing_recoup_imports_neither_torch_nor_the_planner() -> None:
 
 @pytest.mark.parametrize("name", recoup.__all__)
 def test_every_name_is_found_alone_and_stays(name: str) -> None:
-    code = f"from recoup import {name}; import recoup; assert recoup.{name} is {name} is vars(recoup)[{name!r}]"
+    code = (
+        f"from recoup import {name}; import recoup; assert recoup.{name} is {name} is vars(recoup)[{name!r}]"
+    )
     # One process for each name would take a minute; those that import different parts are enough.
     if name in ("checkpoint", "fit", "measuring", "plan"):
         run(code)

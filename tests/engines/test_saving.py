@@ -71,7 +71,9 @@ def test_a_saved_plan_is_applied_to_a_new_model_in_another_process(tmp_path: Pat
 
 def test_a_plan_for_another_model_is_still_refused() -> None:
     again = ModelPlan.from_json(tight_plan().to_json())
-    with pytest.raises(recoup.errors.ApplyError, match=r"decides about 'blocks\.\d', which this model does not"):
+    with pytest.raises(
+        recoup.errors.ApplyError, match=r"decides about 'blocks\.\d', which this model does not"
+    ):
         recoup.apply(GPT(plainly, num_blocks=1), again)
 
 
@@ -128,5 +130,7 @@ def test_damaged_plans_are_refused(path: str, value: Any, match: str) -> None:
 
 
 def test_a_profile_is_no_plan() -> None:
-    with pytest.raises(EncodingError, match=r"another kind of recoup's: it is a profile of recoup\.measuring"):
+    with pytest.raises(
+        EncodingError, match=r"another kind of recoup's: it is a profile of recoup\.measuring"
+    ):
         ModelPlan.from_json(synthetic().profile.to_json())

@@ -40,9 +40,7 @@ def profile_from_json(text: str) -> Profile:
 
 def encode_profile(profile: Profile) -> dict[str, Any]:
     """A profile as what JSON knows; fields at their defaults are left out."""
-    units = [
-        {**plain(unit), "recipes": [plain(recipe) for recipe in unit.recipes]} for unit in profile.units
-    ]
+    units = [{**plain(unit), "recipes": [plain(recipe) for recipe in unit.recipes]} for unit in profile.units]
     return {
         **plain(profile),
         "units": units,

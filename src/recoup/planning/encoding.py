@@ -87,9 +87,7 @@ def _encode(value: Problem | Schedule | Plan) -> tuple[str, object]:
 
 def encode_problem(problem: Problem) -> dict[str, Any]:
     """A problem as what JSON knows; fields at their defaults are left out."""
-    units = [
-        {**plain(unit), "options": [plain(option) for option in unit.options]} for unit in problem.units
-    ]
+    units = [{**plain(unit), "options": [plain(option) for option in unit.options]} for unit in problem.units]
     return {**plain(problem), "units": units, "links": [plain(link) for link in problem.links]}
 
 
@@ -118,9 +116,7 @@ def decode_problem(body: Any) -> Problem:
     expect_keys("A problem", body, {item.name for item in fields(Problem)}, {"units"})
     units = []
     for unit in expect_list("units", body["units"]):
-        expect_keys(
-            "A unit", unit, {item.name for item in fields(Unit)}, {"name", "options", "output_bytes"}
-        )
+        expect_keys("A unit", unit, {item.name for item in fields(Unit)}, {"name", "options", "output_bytes"})
         options = [build(Option, option) for option in expect_list("options", unit["options"])]
         units.append(build(Unit, unit, options=options))
     links = [build(Link, link) for link in expect_list("links", body.get("links", []))]
