@@ -24,7 +24,7 @@ ALLOWED = {
     "engines": {"planning", "stores", "checkpointing", "measuring"},
     "auditing": {"checkpointing", "measuring"},
     "fitting": {"auditing", "engines", "measuring", "planning", "report"},
-    "demo": {"engines", "fitting", "measuring"},
+    "demo": {"fitting", "measuring"},
     "cli": {"auditing", "demo", "engines", "fitting", "measuring", "planning"},
     "__main__": {"cli"},
 }
