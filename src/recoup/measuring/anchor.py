@@ -31,7 +31,7 @@ class _Anchor(torch.autograd.Function):
 def _same_storage(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return fresh.set_(tensor)
 
 
 def anchored(tree: Any) -> tuple[Any, Tensor]:
