@@ -23,6 +23,7 @@ ALLOWED = {
     "engines": {"planning", "stores", "checkpointing", "measuring"},
     "auditing": {"checkpointing", "measuring"},
     "fitting": {"auditing", "engines", "measuring", "planning"},
+    "batching": {"engines", "fitting", "measuring", "planning"},
 }
 WITHOUT_TORCH = {"errors", "sizes", "policies", "planning"}
 
@@ -79,6 +80,7 @@ def test_public_names() -> None:
         "fit",
         "frontier",
         "is_replaying",
+        "largest_batch",
         "manual",
         "measure",
         "measuring",

@@ -9,6 +9,7 @@ from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying,
 if TYPE_CHECKING:
     from recoup import manual, measuring, planning, stores
     from recoup.auditing import audit
+    from recoup.batching import largest_batch
     from recoup.engines import apply, frontier, minimum_budget, plan, remove
     from recoup.fitting import fit, verify
     from recoup.measuring import measure
@@ -25,6 +26,7 @@ __all__ = [
     "fit",
     "frontier",
     "is_replaying",
+    "largest_batch",
     "manual",
     "measure",
     "measuring",
@@ -45,6 +47,7 @@ _LATER = {
     "audit": "auditing",
     "fit": "fitting",
     "frontier": "engines",
+    "largest_batch": "batching",
     "measure": "measuring",
     "minimum_budget": "engines",
     "plan": "engines",

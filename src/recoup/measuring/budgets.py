@@ -66,5 +66,7 @@ def read_share(budget: int | str, total_bytes: int) -> int:
     if not 0 < percent <= 100:
         raise SizeError(f"A budget in per cent lies above 0 % and at most at 100 %; got {budget!r}.")
     if not total_bytes:
-        raise SizeError(f"{budget!r} of what? The device's memory is not known here: give bytes, such as '8GiB'.")
+        raise SizeError(
+            f"{budget!r} of what? The device's memory is not known here: give bytes, such as '8GiB'."
+        )
     return int(total_bytes * percent / 100)

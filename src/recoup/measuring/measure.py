@@ -17,7 +17,14 @@ from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.encode import encode, positions_of
 from recoup.measuring.hardware import Hardware, check_ranks, faked, find_hardware, sharded
 from recoup.measuring.intercept import intercepted, suspended
-from recoup.measuring.isolate import CallBytes, CallSeconds, Gradients, measure_bytes, measure_seconds, rounded
+from recoup.measuring.isolate import (
+    CallBytes,
+    CallSeconds,
+    Gradients,
+    measure_bytes,
+    measure_seconds,
+    rounded,
+)
 from recoup.measuring.meter import Meter, device_of, make_meter
 from recoup.measuring.notes import unchanged_attributes
 from recoup.measuring.optimizer import OptimizerCost, optimizer_cost
@@ -87,19 +94,27 @@ def measure(
     """
     training = TrainingStep(model, sample, loss=loss, step=step)
 
-    def examine(step: TrainingStep, units: Sequence[nn.Module], indices: Collection[int]) -> Mapping[str, str]:
+    def examine(
+        step: TrainingStep, units: Sequence[nn.Module], indices: Collection[int]
+    ) -> Mapping[str, str]:
         return unsafe or {}
 
     check_ranks(ranks)
     if hardware is not None:
         return _estimate_step(
-            training, find_hardware(hardware), ranks, optimizer, units, accumulates=accumulates, examine=examine
+            training,
+            find_hardware(hardware),
+            ranks,
+            optimizer,
+            units,
+            accumulates=accumulates,
+            examine=examine,
         )
     if ranks > 1:
-        raise SampleError(f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all.")
-    return measure_step(
-        training, optimizer=optimizer, units=units, accumulates=accumulates, examine=examine
-    )
+        raise SampleError(
+            f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
+        )
+    return measure_step(training, optimizer=optimizer, units=units, accumulates=accumulates, examine=examine)
 
 
 Examine = Callable[[TrainingStep, Sequence[nn.Module], Collection[int]], Mapping[str, str]]

@@ -22,6 +22,8 @@ _NUM_SMALL = 200
 def measure_hardware(device: str | torch.device | None = None) -> Hardware:
     """Measures products in float32 and bfloat16, copies on the device and to it, and the time of a small operation.
 
+    On a host, bfloat16 is taken to be as fast as float32.
+
     Args:
         device: such as ``"cuda"`` or ``"cpu"``; unless given, the GPU if there is one.
 
@@ -30,12 +32,15 @@ def measure_hardware(device: str | torch.device | None = None) -> Hardware:
     """
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type not in ("cuda", "cpu") or (chosen.type == "cuda" and not torch.cuda.is_available()):
-        raise HardwareError(f"There is no device {str(chosen)!r} here to measure; recoup measures cuda and cpu.")
+        raise HardwareError(
+            f"There is no device {str(chosen)!r} here to measure; recoup measures cuda and cpu."
+        )
     is_gpu = chosen.type == "cuda"
     size, num_bytes = (8192, 2**30) if is_gpu else (1024, 2**27)
     held = torch.cuda.memory_allocated(chosen) if is_gpu else 0
     float32 = _flops_per_s(size, torch.float32, chosen)
-    half = _flops_per_s(size, torch.bfloat16, chosen)
+    # Virtual hosts may claim instructions for bfloat16 that then end the process: theirs is taken to be float32's.
+    half = _flops_per_s(size, torch.bfloat16, chosen) if is_gpu else float32
     # What the libraries allocated for themselves, and keep.
     workspace_bytes = max(0, torch.cuda.memory_allocated(chosen) - held) if is_gpu else 0
     return Hardware(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,12 +40,28 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 _CPU = torch.device("cpu")
 
 
+# Autograd asks a fake for its device by way of the dispatcher, twice as often as anything else happens.
+_DEVICE = torch.ops.prim.device.default
+
+
 class _RoundingTracker(MemoryTracker):
     """Counts as an allocator does that rounds sizes up."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing compiled runs here, and to say so at every operation takes longer than the operation."""
+        return False
 
     def __init__(self, rounding_bytes: int) -> None:
         super().__init__()
         self._rounding_bytes = rounding_bytes
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return _CPU
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _resized(self, known: Any, num_bytes: int) -> None:
         rounded = -(-max(0, num_bytes - known.base_bytes) // self._rounding_bytes) * self._rounding_bytes
@@ -110,9 +127,15 @@ class _Clock(TorchDispatchMode):
         self._fakes, self._hardware = fakes, hardware
         self.now_s = 0.0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE:
+            return _CPU
         kwargs = kwargs or {}
         if not all(self._fakes.is_ours(value) for value in _tensors_in(args)):
             args = tree_map_only(Tensor, self._fakes.fake, args)
@@ -149,9 +172,11 @@ class FakeMeter(CpuMeter):
         return f"{self.hardware.name} (estimated)"
 
     def make_tracker(self) -> MemoryTracker:
+        """One that rounds sizes."""
         return _RoundingTracker(self.rounding_bytes)
 
     def stamp(self) -> float:
+        """What all operations so far would have taken."""
         return self._clock.now_s
 
     def medians(self, runs: Iterable[Sequence[Callable[[], Any]]], *, warm_up: int) -> list[float]:
@@ -160,12 +185,14 @@ class FakeMeter(CpuMeter):
         for part in next(iter(runs)):
             part()
             stamps.append(self.stamp())
-        return [second - first for first, second in zip(stamps, stamps[1:], strict=False)]
+        return [second - first for first, second in pairwise(stamps)]
 
     def free_bytes(self) -> int:
+        """All of it."""
         return self.hardware.memory_bytes
 
     def total_bytes(self) -> int:
+        """The hardware's memory."""
         return self.hardware.memory_bytes
 
 

@@ -84,24 +84,28 @@ def _attention(
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        attn_mask = (
+            attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        )
     is_dense = query.dim() == key.dim() == value.dim() == 4
     size = query.shape[-1]
     if is_dense and attn_mask is None and query.dtype in _HALF and size <= _FLASH_LARGEST:
         scale = size**-0.5 if scale is None else scale
         query, key, value = (_padded(tensor, _FLASH_MULTIPLE) for tensor in (query, key, value))
-        output = torch.ops.aten._scaled_dot_product_flash_attention(
+        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]
         return output[..., :size] if output.shape[-1] > size else output
     if is_dense and query.shape[-3] == key.shape[-3]:
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
+        output = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )[0]
-    return torch.ops.aten._scaled_dot_product_attention_math(
+        return output
+    output = torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
+    return output
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:

@@ -48,9 +48,15 @@ def _gpu(
 
 # The makers' data sheets. The link is PCIe, one way: 16 GB/s for version 3, 32 for 4, 64 for 5.
 _GPUS = (
-    _gpu("B200", 178, float32=75, tf32=1100, half=2250, float8=4500, bandwidth=8000, link=64, workspace_mib=32),
-    _gpu("H200", 139.8, float32=67, tf32=495, half=989, float8=1979, bandwidth=4800, link=64, workspace_mib=32),
-    _gpu("H100", 79.1, float32=67, tf32=495, half=989, float8=1979, bandwidth=3350, link=64, workspace_mib=32),
+    _gpu(
+        "B200", 178, float32=75, tf32=1100, half=2250, float8=4500, bandwidth=8000, link=64, workspace_mib=32
+    ),
+    _gpu(
+        "H200", 139.8, float32=67, tf32=495, half=989, float8=1979, bandwidth=4800, link=64, workspace_mib=32
+    ),
+    _gpu(
+        "H100", 79.1, float32=67, tf32=495, half=989, float8=1979, bandwidth=3350, link=64, workspace_mib=32
+    ),
     _gpu("A100-80GB", 79.2, float32=19.5, tf32=156, half=312, float8=0, bandwidth=2039, link=32),
     _gpu("A100-40GB", 39.4, float32=19.5, tf32=156, half=312, float8=0, bandwidth=1555, link=32),
     _gpu("L40S", 44.4, float32=91.6, tf32=183, half=362, float8=733, bandwidth=864, link=32),

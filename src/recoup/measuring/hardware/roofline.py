@@ -16,13 +16,15 @@ __all__ = ["num_flops", "num_moved_bytes", "operation_s"]
 
 # They only reserve or relabel memory, though their schemas do not say so.
 _FREE = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided _unsafe_view set_ resize_ lift lift_fresh"
-    " lift_fresh_copy _local_scalar_dense".split()
-)
+    {
+        "_local_scalar_dense", "_unsafe_view", "empty", "empty_like", "empty_strided", "lift", "lift_fresh",
+        "lift_fresh_copy", "new_empty", "new_empty_strided", "resize_", "set_",
+    }
+)  # fmt: skip
 # They write their first argument without reading it.
-_WRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ bernoulli_".split())
+_WRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"])
 # They read no more of their first argument than they return.
-_PICKS = frozenset("embedding gather index index_select take _unsafe_index".split())
+_PICKS = frozenset(["embedding", "gather", "index", "index_select", "take", "_unsafe_index"])
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "_cudnn_attention_")
 # A backward makes five products where the forward makes two.
 _ATTENTION_BACKWARD = 2.5
@@ -133,7 +135,7 @@ def _allows_tf32(name: str) -> bool:
     """Whether torch may round the factors of float32 products, as its settings stand."""
     try:
         if "conv" in name:
-            return torch.backends.cudnn.allow_tf32
-        return torch.backends.cuda.matmul.allow_tf32
+            return bool(torch.backends.cudnn.allow_tf32)
+        return bool(torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:  # set through torch's other interface for this
         return False
