@@ -124,13 +124,13 @@ def _depth(item: Item) -> int:
 def span_name(first: str, last: str) -> str:
     """The name of neighbouring units.
 
-    >>> span_name("layers.0", "layers.9"), span_name("embed", "layers.2")
-    ('layers.0-9', 'embed to layers.2')
+    >>> span_name("layers.0", "layers.9"), span_name("2", "4"), span_name("embed", "layers.2")
+    ('layers.0-9', '2-4', 'embed to layers.2')
     """
     if first == last:
         return first
-    stem, _, end = last.rpartition(".")
-    if stem and end.isdigit() and first.startswith(f"{stem}."):
+    (stem, _, end), (first_stem, _, start) = last.rpartition("."), first.rpartition(".")
+    if stem == first_stem and start.isdigit() and end.isdigit():
         return f"{first}-{end}"
     return f"{first} to {last}"
 
