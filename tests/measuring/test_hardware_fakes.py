@@ -281,6 +281,35 @@ class TestCudaKernels:
         model = nn.Sequential(Attends(), nn.Identity()).to(dtype)
         assert measure(model, torch.ones(2, 7, 48, dtype=dtype), loss=square, hardware="H200").plain_bytes > 0
 
+    def test_code_may_name_the_device(self) -> None:
+        class Moves(nn.Module):
+            def __init__(self, move: Any) -> None:
+                super().__init__()
+                self.inner, self.move = nn.Linear(64, 64), move
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(self.move(x))
+
+        def as_named(x: Tensor) -> Tensor:
+            x = (
+                x.cuda()
+                .to("cuda")
+                .to(torch.device("cuda", 0), torch.float32)
+                .to(device="cuda")
+                .to(torch.float32)
+            )
+            return x.to(x) + torch.zeros(64, device="cuda") + torch.arange(64, device="cuda")
+
+        def as_given(x: Tensor) -> Tensor:
+            return x + torch.zeros(64, device=x.device) + torch.arange(64, device=x.device)
+
+        sample = torch.ones(32, 64)
+        named, given = (
+            measure(nn.Sequential(Moves(move), nn.Identity()), sample, loss=square, hardware="H200")
+            for move in (as_named, as_given)
+        )
+        assert named == given
+
     def test_rms_norm_is_one_kernel(self) -> None:
         model = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 8))
         profile = measure(model, torch.ones(128, 512), loss=square, hardware=HOST, units=["0"])
