@@ -310,6 +310,23 @@ class TestCudaKernels:
         )
         assert named == given
 
+    def test_autocast_takes_softmax_in_float32(self) -> None:
+        class Weighs(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.last = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 512), nn.Softmax(-1))
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.autocast(x.device.type, torch.bfloat16):
+                    return self.last(self.inner(x))
+
+        for hardware, itemsize in (("H200", 4), (HOST, 2)):
+            units = measure(
+                Weighs(), torch.ones(32, 64), loss=square, hardware=hardware, units=["inner", "last"]
+            )
+            outputs = {unit.name: unit.output_bytes for unit in units.problem.units}
+            assert outputs["last"] == 32 * 512 * itemsize
+
     def test_rms_norm_is_one_kernel(self) -> None:
         model = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 8))
         profile = measure(model, torch.ones(128, 512), loss=square, hardware=HOST, units=["0"])

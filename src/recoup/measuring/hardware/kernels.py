@@ -12,7 +12,7 @@ NOTE [ Fakes stand in host memory ]
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -39,22 +39,24 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _HOST}
-        stand_in = _STAND_INS.get(func)
+        run = partial(self._run, func, kwargs)
         if torch.is_autocast_enabled("cuda"):
-            return self._under_autocast(stand_in or func, func, args, kwargs)
+            with torch.autocast("cpu", torch.get_autocast_dtype("cuda")):
+                return run(_in_float32(func, args))
+        if torch.is_autocast_enabled("cpu"):
+            return run(_in_float32(func, args))
+        return run(args)
+
+    def _run(self, func: Callable[..., Any], kwargs: Any, args: tuple[Any, ...]) -> Any:
         if func is F.multi_head_attention_forward:
             with self:
                 return _without_dispatch(func)(*args, **kwargs)
-        return (stand_in or func)(*args, **kwargs)
+        return _STAND_INS.get(func, func)(*args, **kwargs)
 
-    def _under_autocast(self, run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _IN_FLOAT32:
-            args = tuple(_float32(value) for value in args)
-        with torch.autocast("cpu", torch.get_autocast_dtype("cuda")):
-            if func is F.multi_head_attention_forward:
-                with self:
-                    return _without_dispatch(func)(*args, **kwargs)
-            return run(*args, **kwargs)
+
+def _in_float32(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What autocast raises to float32 on CUDA, and not on the host."""
+    return tuple(map(_float32, args)) if func in _IN_FLOAT32 else args
 
 
 def _float32(value: Any) -> Any:
