@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import resource
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmark_cases import benchmark_models
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recoup
 from recoup.errors import LossError, SampleError
 from recoup.measuring import Hardware, Profile, measure
-
-ROOT = Path(__file__).parent.parent.parent
 
 HOST = Hardware(
     name="host",
@@ -33,18 +29,6 @@ HOST = Hardware(
     latency_s=5e-6,
     device_type="cpu",
 )
-
-
-def benchmark_models() -> Any:
-    """``benchmarks/models.py``, which has the same name as the tests' own models."""
-    name = "benchmark_models"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "models.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 def sizes(profile: Profile) -> list[Any]:

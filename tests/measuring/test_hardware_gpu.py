@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_cases import benchmark_models
 from torch import Tensor, nn
 
 import recoup
 from recoup.errors import BudgetError
 from recoup.measuring import Hardware, find_hardware, measure, measure_hardware
-from tests.measuring.test_hardware_fakes import benchmark_models
 
 pytestmark = pytest.mark.gpu
 
