@@ -25,7 +25,7 @@ ALLOWED = {
     "auditing": {"checkpointing", "measuring"},
     "fitting": {"auditing", "engines", "measuring", "planning", "report"},
     "demo": {"fitting", "measuring"},
-    "cli": {"auditing", "demo", "engines", "fitting", "measuring", "planning"},
+    "cli": {"auditing", "batching", "demo", "engines", "fitting", "measuring", "planning"},
     "__main__": {"cli"},
     "batching": {"engines", "fitting", "measuring", "planning"},
 }

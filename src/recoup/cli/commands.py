@@ -5,15 +5,15 @@ from __future__ import annotations
 from argparse import Namespace
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from recoup import auditing, engines, fitting, measuring
+from recoup import auditing, batching, engines, fitting, measuring
 from recoup.cli.factory import Factory, load_factory
 from recoup.engines import ModelPlan
 from recoup.errors import CommandError, EncodingError
 from recoup.measuring import Profile
+from recoup.measuring.hardware.machine import hardware_to_json
 from recoup.planning.documents import write_document
 from recoup.progress import showing
 from recoup.sizes import format_bytes
@@ -105,9 +105,9 @@ def plan(options: Namespace) -> None:
 def hardware(options: Namespace) -> None:
     """``recoup hardware``."""
     with _progress(options):
-        measured = _later("recoup.measuring").measure_hardware()
+        measured = measuring.measure_hardware()
     _say(options, measured)
-    _write(options, measured.to_json(), "Hardware")
+    _write(options, hardware_to_json(measured), "Hardware")
 
 
 def demo(options: Namespace) -> None:
@@ -120,10 +120,6 @@ def demo(options: Namespace) -> None:
 
 
 # Parts
-
-
-def _later(module: str) -> Any:
-    return import_module(module)
 
 
 def _progress(options: Namespace) -> AbstractContextManager[None]:
@@ -167,19 +163,11 @@ class _Imagined:
 
 def _imagine(options: Namespace) -> _Imagined | None:
     """The GPU to estimate for, found before anything is built; ``None`` to measure on the real device."""
-    name = options.hardware
-    if name is None:
+    if options.hardware is None:
         return None
-    if name.endswith(".json"):
-        text = _read(Path(name))
-        try:
-            found = name = _later("recoup.measuring").Hardware.from_json(text)
-        except EncodingError as error:
-            raise EncodingError(f"{options.hardware}: {error}") from error
-    else:
-        found = _later("recoup.measuring").find_hardware(name)
+    found = measuring.find_hardware(options.hardware)
     ranks = {} if options.ranks is None else {"ranks": options.ranks}
-    return _Imagined({"hardware": name, **ranks}, found.memory_bytes)
+    return _Imagined({"hardware": found, **ranks}, found.memory_bytes)
 
 
 def _measure(options: Namespace, factory: Factory, imagined: _Imagined | None) -> Profile:
@@ -202,7 +190,7 @@ def _largest_batches(options: Namespace, factory: Factory, imagined: _Imagined) 
     """For every budget, or for all of the GPU's memory: the largest batch that fits, and what it costs."""
     if not factory.takes_batch:
         return []
-    search = _later("recoup").largest_batch
+    search = batching.largest_batch
     budgets = options.budget or [imagined.memory_bytes]
     return [search(factory.make, budget=budget, **imagined.arguments) for budget in budgets]
 

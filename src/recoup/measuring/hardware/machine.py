@@ -113,8 +113,12 @@ class Hardware:
 
 def write_hardware(hardware: Hardware, path: str | Path) -> None:
     """Writes a file that `find_hardware` and ``--hardware`` read."""
-    document = {"format": _FORMAT, "version": _VERSION, "hardware": asdict(hardware)}
-    Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    Path(path).write_text(hardware_to_json(hardware) + "\n", encoding="utf-8")
+
+
+def hardware_to_json(hardware: Hardware) -> str:
+    """What `write_hardware` writes."""
+    return json.dumps({"format": _FORMAT, "version": _VERSION, "hardware": asdict(hardware)}, indent=2)
 
 
 def read_hardware(path: str | Path) -> Hardware:
