@@ -146,9 +146,7 @@ def compare(bench: Bench, found: list[Recipe], budget: int, num_rounds: int) -> 
     fitting = [recipe for recipe in found if recipe.activation_bytes <= budget]
     gc.collect()
     start = time.perf_counter()
-    resident = bench.fixed_bytes + (
-        torch.cuda.memory_allocated() - bench.fixed_bytes // 2 if bench.device == "cuda" else 0
-    )
+    resident = bench.fixed_bytes
     try:
         fitted = recoup.fit(bench.model, bench.tokens, budget=resident + budget)
     except BudgetError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from recoup.auditing.findings import Audit, Kind, make_finding
 from recoup.engines.plans import ModelPlan, minimum_budget, plan
@@ -33,16 +34,16 @@ def make_profile(
     stem: str = "layers",
     unsafe: Sequence[int] = (),
     model: str = "Stack",
-    resident_bytes: int = 24 * MIB,
+    embed_mib: float = 1,
 ) -> Profile:
     """An embedding, blocks of several kinds in turn with unequal costs, a head, and the loss."""
-    units = [_unit("embed", held_mib=1, output_mib=2, forward_ms=0.5)]
+    units = [_unit("embed", held_mib=embed_mib, output_mib=2, forward_ms=0.5)]
     profiled = [ProfiledUnit("embed", "embed", 0, 0, (KEEP, RECOMPUTE))]
     for index in range(num_blocks):
         kind = 1 + index * num_kinds // num_blocks
         name = f"{stem}.{index}"
         is_unsafe = index in unsafe
-        costs = {"held_mib": 6 + 2 * kind, "output_mib": 2, "forward_ms": 3.0 + kind}
+        costs = {"held_mib": 6 + 2 * kind, "output_mib": 2, "forward_ms": 3.0 + 1.5 * kind}
         units.append(_unit(name, **costs, replays=not is_unsafe, runs_once=is_unsafe))
         recipes = (KEEP,) if is_unsafe else (KEEP, RECOMPUTE)
         reason = "values drift: its output" if is_unsafe else ""
@@ -55,7 +56,7 @@ def make_profile(
         model=model,
         device="cpu",
         units=tuple(profiled),
-        problem=Problem(units, resident_bytes=resident_bytes),
+        problem=Problem(units, resident_bytes=24 * MIB),
         residents=Residents(8 * MIB, 14 * MIB, 2 * MIB, 8 * MIB, 0),
     )
 
@@ -105,6 +106,14 @@ def make_subject(
     chosen = plan(profile, smallest + int((profile.plain_bytes - smallest) * share))
     findings = [make_finding(profile.units[index + 1].name, Kind.DRIFT, "its output") for index in unsafe]
     return Made(chosen, Audit(tuple(findings)), _verification(chosen) if is_verified else None)
+
+
+@cache
+def large_subject() -> Made:
+    """A thousand blocks of twenty kinds."""
+    profile = make_profile(1000, num_kinds=20)
+    chosen = plan(profile, profile.plain_bytes * 2 // 5)
+    return Made(chosen, verification=_verification(chosen))
 
 
 def _verification(chosen: ModelPlan) -> Verification:

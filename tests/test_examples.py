@@ -11,7 +11,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 SAYS = {
     "demo": [
         "fitted to half its activation memory",
-        "gradients: bit-equal",
+        "bit-equal",
         "The same losses and the same parameters, bit for bit.",
     ],
     "adjoint": [

@@ -43,8 +43,8 @@ class Case:
             try:
                 return recoup.fit(self.model, self.sample, budget=budget, loss=self.loss)
             except BudgetError as error:
-                assert budget < error.smallest_bytes <= 1.02 * budget  # noqa: PT017
-                budget = error.smallest_bytes
+                budget, before = error.smallest_bytes, budget
+            assert before < budget <= 1.02 * before
         return recoup.fit(self.model, self.sample, budget=budget, loss=self.loss)
 
     def peak_bytes(self) -> int:
@@ -129,7 +129,7 @@ def test_models(name: str, share: float) -> None:
     recoup.remove(case.model)
 
 
-@pytest.mark.parametrize("name", ["GPT, dropout, tied", "ResNet, BatchNorm", "mixture of experts", "Llama"])
+@pytest.mark.parametrize("name", ["GPT, dropout, tied", "ResNet, BatchNorm", "Llama"])
 def test_a_smaller_budget_never_uses_more_memory(name: str) -> None:
     case = case_of(name)
     peaks = []

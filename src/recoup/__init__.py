@@ -8,6 +8,7 @@ from recoup import errors, policies, sizes
 if TYPE_CHECKING:
     from recoup import manual, measuring, planning, report, stores
     from recoup.auditing import audit
+    from recoup.batching import largest_batch
     from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, torch_checkpoint
     from recoup.engines import apply, frontier, minimum_budget, plan, remove
     from recoup.fitting import fit, verify
@@ -25,6 +26,7 @@ __all__ = [
     "fit",
     "frontier",
     "is_replaying",
+    "largest_batch",
     "manual",
     "measure",
     "measuring",
@@ -50,6 +52,7 @@ _LATER = {
     "fit": "fitting",
     "frontier": "engines",
     "is_replaying": "checkpointing",
+    "largest_batch": "batching",
     "measure": "measuring",
     "minimum_budget": "engines",
     "plan": "engines",

@@ -34,7 +34,6 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
         self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
         self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
-        self.gelu, self.dropout = nn.GELU(), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention, then the feed-forward layer, each added to its input."""
@@ -42,9 +41,8 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, _NUM_HEADS, -1).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind()
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
-        x = x + self.dropout(self.down(self.gelu(self.up(self.norm2(x)))))
-        return x
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)), 0.1, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, self.training)
 
 
 class GPT(nn.Module):

@@ -20,6 +20,7 @@
     │   ├── LossError                  a loss that is no scalar or needs no gradient
     │   ├── UnitError                  units that the model does not have or never calls
     │   ├── ApplyError                 a plan that does not belong to the model
+    │   ├── HardwareError              hardware that is not known, or a damaged file of it
     │   └── VerificationError          a real step that passes the budget or changes a gradient
     ├── CommandError                 a factory or file on the command line that cannot be used
     └── PlanningError                the planner
@@ -44,6 +45,7 @@ __all__ = [
     "EncodingError",
     "FitError",
     "GraphError",
+    "HardwareError",
     "InputChangedError",
     "LossError",
     "NotHeldError",
@@ -135,6 +137,10 @@ class UnitError(FitError, ValueError):
 
 class ApplyError(FitError, ValueError):
     """A plan that does not belong to the model it is applied to."""
+
+
+class HardwareError(FitError, ValueError):
+    """Hardware that is not known, figures of it that make no sense, or a damaged file."""
 
 
 class VerificationError(FitError, RuntimeError):

@@ -26,7 +26,7 @@ from recoup.progress import note
 from recoup.report.table import to_text
 from recoup.sizes import format_bytes
 
-__all__ = ["Fitted", "fit", "verify"]
+__all__ = ["Fitted", "fit", "plan_to_fit", "verify"]
 
 _MOST_ROUNDS = 3
 _MOST_SPLITS = 4
@@ -147,6 +147,22 @@ def verify(
     if check_budget(seen, plan):
         raise refuse(seen, plan, 1)
     return seen
+
+
+def plan_to_fit(
+    step: TrainingStep,
+    budget_bytes: int,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    units: Units | Iterable[Units] | None,
+    accumulates: bool,
+) -> ModelPlan:
+    """The plan that `fit` would apply, with what its audit finds unsafe kept.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    return _Fitting(step, optimizer, accumulates=accumulates, insist=False).plan(units, budget_bytes)
 
 
 class _Fitting:

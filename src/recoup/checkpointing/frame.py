@@ -32,7 +32,7 @@ from torch import Tensor
 
 from recoup.checkpointing import mismatch
 from recoup.checkpointing.arguments import Arguments
-from recoup.checkpointing.digest import digest
+from recoup.checkpointing.digest import digest_of_saved
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Record, kind_of
@@ -130,7 +130,7 @@ class Frame(Replayable):
 
     def _pack_with_digest(self, tensor: Tensor) -> Record | Leaf:
         """As `_pack_beside_modules`, and notes the content too."""
-        self._digests.append(digest(tensor))
+        self._digests.append(digest_of_saved(tensor))
         return self._pack_beside_modules(tensor)
 
     def unpack(self, packed: Record | Leaf) -> Tensor:

@@ -164,7 +164,9 @@ class FunctionState:
             return True
         # A change that raised no version counter. Elsewhere than on the CPU, looking would mean waiting.
         pair = self._copies.get(id(buffer))
-        return pair is not None and buffer.device.type == "cpu" and not torch.equal(*pair)
+        if pair is None or buffer.untyped_storage().device.type != "cpu":  # fake tensors lie on no device
+            return False
+        return not torch.equal(*pair)
 
     def stale(self) -> list[Tensor]:
         """The watched tensors that were changed in place since before the forward."""

@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has seen enough; the interpreter must not complain about it at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return _fail(str(error), options.debug)
     except KeyboardInterrupt:
         return _fail("interrupted", options.debug, code=_INTERRUPTED)
     except RuntimeError as error:

@@ -10,11 +10,12 @@ from itertools import groupby
 from recoup import planning
 from recoup.engines.tree import Item, Leaf, Segment, tree_of
 from recoup.errors import BudgetError
+from recoup.measuring.budgets import read_share
 from recoup.measuring.options import KEEP, Recipe
 from recoup.measuring.profile import Profile
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
-from recoup.sizes import format_bytes, parse_bytes
+from recoup.sizes import format_bytes
 
 __all__ = ["ModelPlan", "frontier", "minimum_budget", "plan", "span_name"]
 
@@ -110,7 +111,8 @@ class ModelPlan:
         lines = [
             f"{self.profile.model} within {format_bytes(self.budget_bytes)}: predicted peak"
             f" {format_bytes(self.predicted_bytes)} (plain {format_bytes(self.profile.plain_bytes)}),"
-            f" {self.predicted_s:.4g} s (plain {self.profile.plain.seconds:.4g} s)"
+            f" {self.predicted_s:.4g} s (plain {self.profile.plain.seconds:.4g} s"
+            f"{'; seconds are estimates' if self.profile.seconds_are_estimates else ''})"
         ]
         return "\n".join(lines + [f"  {names}: {label}" for names, label in self.describe_units()])
 
@@ -122,13 +124,13 @@ def _depth(item: Item) -> int:
 def span_name(first: str, last: str) -> str:
     """The name of neighbouring units.
 
-    >>> span_name("layers.0", "layers.9"), span_name("embed", "layers.2")
-    ('layers.0-9', 'embed to layers.2')
+    >>> span_name("layers.0", "layers.9"), span_name("2", "4"), span_name("embed", "layers.2")
+    ('layers.0-9', '2-4', 'embed to layers.2')
     """
     if first == last:
         return first
-    stem, _, end = last.rpartition(".")
-    if stem and end.isdigit() and first.startswith(f"{stem}."):
+    (stem, _, end), (first_stem, _, start) = last.rpartition("."), first.rpartition(".")
+    if stem == first_stem and start.isdigit() and end.isdigit():
         return f"{first}-{end}"
     return f"{first} to {last}"
 
@@ -138,12 +140,12 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
 
     Args:
         profile: what `measure` found.
-        budget: bytes for the whole step, such as ``"8GiB"``.
+        budget: bytes for the whole step, such as ``"8GiB"``, or ``"80%"`` of the device's memory.
 
     Raises:
         BudgetError: nothing fits; it names the smallest feasible budget and the unit that sets it.
     """
-    budget_bytes = parse_bytes(budget)
+    budget_bytes = read_share(budget, profile.device_bytes)
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
         smallest = minimum_budget(profile)

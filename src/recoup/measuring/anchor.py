@@ -31,7 +31,9 @@ class _Anchor(torch.autograd.Function):
 def _same_storage(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        # From the tensor, not from its storage: fake tensor modes hold on to storages that they are given.
+        same: Tensor = torch.ops.aten.set_.source_Tensor(fresh, tensor)
+        return same
 
 
 def anchored(tree: Any) -> tuple[Any, Tensor]:

@@ -8,23 +8,27 @@ from typing import Any
 from torch import nn
 
 from recoup.errors import SizeError
+from recoup.measuring.hardware import Hardware
 from recoup.measuring.meter import device_of, make_meter
 from recoup.measuring.trees import storages_of
 from recoup.sizes import parse_bytes
 
-__all__ = ["read_budget"]
+__all__ = ["read_budget", "read_share"]
 
 # What "auto" leaves free: fragmentation, other libraries' buffers, larger batches.
 _MARGIN = 0.08
 
 
-def read_budget(budget: int | str, model: nn.Module, sample: Any = None) -> int:
+def read_budget(
+    budget: int | str, model: nn.Module, sample: Any = None, *, hardware: Hardware | None = None
+) -> int:
     """A budget in bytes for the whole step.
 
     Args:
         budget: bytes, ``"8GiB"``, ``"80%"`` of the device's memory, or ``"auto"``.
         model: whose device is meant.
         sample: that lives there too.
+        hardware: whose memory is meant instead.
 
     Raises:
         SizeError: the budget cannot be read.
@@ -33,14 +37,36 @@ def read_budget(budget: int | str, model: nn.Module, sample: Any = None) -> int:
     2048
     """
     text = budget.strip().lower() if isinstance(budget, str) else ""
+    if hardware is not None:
+        return read_share(f"{100 * (1 - _MARGIN)}%" if text == "auto" else budget, hardware.memory_bytes)
     meter = make_meter(device_of(model, sample))
     if text == "auto":
         resident = sum(storages_of([*model.parameters(), *model.buffers(), sample]).values())
         return int(resident + meter.free_bytes() * (1 - _MARGIN))
-    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    return read_share(budget, meter.total_bytes())
+
+
+def read_share(budget: int | str, total_bytes: int) -> int:
+    """Bytes, a size, or a share of all the memory that there is.
+
+    Args:
+        budget: bytes, ``"8GiB"`` or ``"80%"``.
+        total_bytes: of which a share is meant; 0 if that is not known.
+
+    Raises:
+        SizeError: the budget cannot be read.
+
+    >>> read_share("25%", 2000)
+    500
+    """
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", budget.strip()) if isinstance(budget, str) else None
     if share is None:
         return parse_bytes(budget)
     percent = float(share[1])
     if not 0 < percent <= 100:
         raise SizeError(f"A budget in per cent lies above 0 % and at most at 100 %; got {budget!r}.")
-    return int(meter.total_bytes() * percent / 100)
+    if not total_bytes:
+        raise SizeError(
+            f"{budget!r} of what? The device's memory is not known here: give bytes, such as '8GiB'."
+        )
+    return int(total_bytes * percent / 100)

@@ -23,6 +23,7 @@ __all__ = [
     "forward_and_backward",
     "measure_bytes",
     "measure_seconds",
+    "rounded",
 ]
 
 
@@ -84,7 +85,7 @@ def measure_bytes(
     forward_peak = meter.peak_bytes() - before
     with_output = meter.live_bytes() - before
     given, made = storages_of((args, kwargs)), storages_of(output)
-    output_bytes = sum(_rounded(size, meter) for key, size in made.items() if key not in given)
+    output_bytes = sum(rounded(size, meter) for key, size in made.items() if key not in given)
     seed = seeded(output)
     del output, args, kwargs
     held_bytes = meter.live_bytes() - before
@@ -119,11 +120,12 @@ def _backward_peak(
         return meter.peak_bytes() - before
     # Made last, it runs first: autograd then has these gradients, and adds the unit's own.
     gradients_from([seed, earlier], [start, *parameters])
-    there = sum(_rounded(p.numel() * p.element_size(), meter) for p in parameters)
+    there = sum(rounded(p.numel() * p.element_size(), meter) for p in parameters)
     return meter.peak_bytes() - before - there
 
 
-def _rounded(num_bytes: int, meter: Meter) -> int:
+def rounded(num_bytes: int, meter: Meter) -> int:
+    """What a size takes of a device's memory."""
     return -(-num_bytes // meter.rounding_bytes) * meter.rounding_bytes
 
 

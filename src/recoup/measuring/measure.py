@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recoup.errors import CheckpointError, UnitError
+from recoup.errors import CheckpointError, SampleError, UnitError
 from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import module_names, watch_calls
 from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
+from recoup.measuring.hardware import Hardware, check_ranks, faked, find_hardware, sharded
 from recoup.measuring.intercept import intercepted, suspended
-from recoup.measuring.isolate import CallBytes, CallSeconds, Gradients, measure_bytes, measure_seconds
-from recoup.measuring.meter import device_of, make_meter
+from recoup.measuring.isolate import (
+    CallBytes,
+    CallSeconds,
+    Gradients,
+    measure_bytes,
+    measure_seconds,
+    rounded,
+)
+from recoup.measuring.meter import Meter, device_of, make_meter
 from recoup.measuring.notes import unchanged_attributes
-from recoup.measuring.optimizer import optimizer_cost
+from recoup.measuring.optimizer import OptimizerCost, optimizer_cost
 from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.preserve import preserving
 from recoup.measuring.profile import Profile, ProfiledUnit
@@ -47,8 +56,14 @@ def measure(
     units: Units | Iterable[Units] | None = None,
     accumulates: bool = False,
     unsafe: Mapping[str, str] | None = None,
+    hardware: Hardware | str | Path | None = None,
+    ranks: int = 1,
 ) -> Profile:
     """Measures a model's training step, unit by unit: the plain step need not fit.
+
+    With ``hardware`` nothing is run and nothing allocated: a copy of the model, which may also be on the meta device
+    or made of fake tensors, runs on tensors without memory. Bytes are exact, but for what kernels need inside; seconds
+    are estimates by the roofline of each operation.
 
     Args:
         model: what is trained, in the mode (train or eval) in which it will be.
@@ -59,9 +74,14 @@ def measure(
         units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
         accumulates: gradients are there when a step begins, because several backwards add up in them.
         unsafe: by unit name, why it must be kept whatever the budget.
+        hardware: a GPU's name such as ``"H200"``, a file written by ``recoup hardware``, or figures of your own.
+        ranks: with ``hardware``, over how many of them parameters, gradients and optimizer state are divided. The
+            sample is one rank's.
 
     Raises:
-        SampleError: the model does not take the sample, or has nothing to train.
+        SampleError: the model does not take the sample, or has nothing to train; or, with ``hardware``, it needs the
+            values of its data.
+        HardwareError: there is no such hardware.
         LossError: the loss is no scalar.
         UnitError: there are no such units.
 
@@ -70,14 +90,35 @@ def measure(
     >>> profile = measure(model, torch.zeros(4, 8), loss=lambda output: output.sum())
     >>> [unit.name for unit in profile.units]
     ['0', '1', '2', 'loss']
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(*(torch.nn.Linear(2**15, 2**15) for _ in range(4)))
+    >>> print(measure(model, torch.empty(64, 2**15), loss=torch.sum, hardware="H200"))
+    Sequential on H200 (estimated): 4 unit calls of 2 kinds; plain step 0.03505 s, peak 32.1 GiB \
+(16.0 GiB parameters, 16.0 GiB gradients, 0 B optimizer). Seconds are estimates.
     """
-    return measure_step(
-        TrainingStep(model, sample, loss=loss, step=step),
-        optimizer=optimizer,
-        units=units,
-        accumulates=accumulates,
-        examine=lambda step, units, indices: unsafe or {},
-    )
+    training = TrainingStep(model, sample, loss=loss, step=step)
+
+    def examine(
+        step: TrainingStep, units: Sequence[nn.Module], indices: Collection[int]
+    ) -> Mapping[str, str]:
+        return unsafe or {}
+
+    check_ranks(ranks)
+    if hardware is not None:
+        return _estimate_step(
+            training,
+            find_hardware(hardware),
+            ranks,
+            optimizer,
+            units,
+            accumulates=accumulates,
+            examine=examine,
+        )
+    if ranks > 1:
+        raise SampleError(
+            f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
+        )
+    return measure_step(training, optimizer=optimizer, units=units, accumulates=accumulates, examine=examine)
 
 
 Examine = Callable[[TrainingStep, Sequence[nn.Module], Collection[int]], Mapping[str, str]]
@@ -99,23 +140,58 @@ def measure_step(
         preserving(step.model, optimizer, everything=step.changes_parameters),
         unchanged_attributes(step.model),
     ):
-        return _Measurement(step, optimizer).run(units, accumulates, examine)
+        cost = None if optimizer is None else optimizer_cost(optimizer)
+        meter = make_meter(device_of(step.model, step.sample))
+        return _Measurement(step, cost, meter).run(units, accumulates, examine)
+
+
+def _estimate_step(
+    step: TrainingStep,
+    hardware: Hardware,
+    ranks: int,
+    optimizer: torch.optim.Optimizer | None,
+    units: Units | Iterable[Units] | None,
+    *,
+    accumulates: bool,
+    examine: Examine,
+) -> Profile:
+    """The same on fake tensors. The model is copied, so nothing needs to be put back."""
+    cost = None
+    if optimizer is not None:
+        device_type = hardware.device_type if hardware.device_type != "cpu" else None
+        cost = optimizer_cost(optimizer, device_type=device_type)
+    with faked(step, hardware) as (fake, meter), suspended(fake.model), without_caches(fake.model):
+        wanted = _in_copy(units, step.model, fake.model)
+        profile = _Measurement(fake, cost, meter).run(wanted, accumulates, examine)
+        return sharded(profile, fake.model, ranks)
+
+
+def _in_copy(
+    units: Units | Iterable[Units] | None, model: nn.Module, copied: nn.Module
+) -> Units | Iterable[Units] | None:
+    """Units that are given as modules, as those of the copy."""
+    if units is None or isinstance(units, str) or (callable(units) and not isinstance(units, nn.Module)):
+        return units
+    names = module_names(model)
+    entries: list[Units] = [units] if isinstance(units, nn.Module) else list(units)
+    return [
+        copied.get_submodule(names[entry]) if isinstance(entry, nn.Module) and entry in names else entry
+        for entry in entries
+    ]
 
 
 class _Measurement:
     """One measurement, pass by pass."""
 
-    def __init__(self, step: TrainingStep, optimizer: torch.optim.Optimizer | None) -> None:
-        self.step, self.optimizer = step, optimizer
-        self.device = device_of(step.model, step.sample)
-        self.meter = make_meter(self.device)
+    def __init__(self, step: TrainingStep, optimizer: OptimizerCost | None, meter: Meter) -> None:
+        self.step, self.optimizer, self.meter = step, optimizer, meter
 
     def run(self, wanted: Units | Iterable[Units] | None, accumulates: bool, examine: Examine) -> Profile:
         note("measuring", 0, _NUM_PASSES)
         root = watch_calls(self.step)
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
         self.inside = {unit: children_of(root, unit) for unit in self.units}
-        resident_bytes = self.meter.live_bytes() if self.device.type == "cuda" else 0
+        resident_bytes = self.meter.live_bytes() if self.meter.sees_residents else 0
         structure = look(self.step, self.units, self.meter, self.inside)
         if not structure.calls:
             raise UnitError(
@@ -238,7 +314,7 @@ class _Measurement:
         except (torch.OutOfMemoryError, CheckpointError):
             pass
         gc.collect()
-        if self.device.type == "cuda":
+        if self.meter.sees_residents:
             torch.cuda.empty_cache()
         return None
 
@@ -251,13 +327,14 @@ class _Measurement:
         gradients = [p.numel() * p.element_size() for p in set(model.parameters()) if p.requires_grad]
         state_bytes, missing_bytes, transient_bytes = 0, 0, 0
         if self.optimizer is not None:
-            cost = optimizer_cost(self.optimizer)
-            state_bytes, missing_bytes = cost.state_bytes, cost.missing_bytes
-            transient_bytes = cost.transient_bytes
+            state_bytes, missing_bytes = self.optimizer.state_bytes, self.optimizer.missing_bytes
+            transient_bytes = self.optimizer.transient_bytes
         parameter_bytes = sum(parameters.values())
-        other_bytes = sum(size for key, size in sample.items() if key not in parameters)
-        if self.device.type == "cuda":
+        if self.meter.sees_residents:
             other_bytes = max(0, resident_bytes - parameter_bytes - state_bytes)
+        else:
+            rounded_bytes = sum(rounded(size, self.meter) for size in (parameters | sample).values())
+            other_bytes = rounded_bytes - parameter_bytes + self.meter.workspace_bytes
         return Residents(
             parameter_bytes, state_bytes + missing_bytes, other_bytes, sum(gradients), transient_bytes
         )
@@ -282,11 +359,13 @@ class _Measurement:
             )
         return Profile(
             type(self.step.model).__name__,
-            _device_name(self.device),
+            self.meter.device_name,
             tuple(units),
             encode(costs),
             costs.residents,
             costs.accumulates,
+            self.meter.is_estimate,
+            device_bytes=self.meter.total_bytes(),
         )
 
 
@@ -310,7 +389,3 @@ def _is_stuck(tried: Iterable[Recipe], found: Iterable[Recipe]) -> bool:
 
 def _faster(first: CodeSeconds, second: CodeSeconds) -> CodeSeconds:
     return CodeSeconds(min(first.forward_s, second.forward_s), min(first.backward_s, second.backward_s))
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -32,6 +32,17 @@ class Meter(ABC):
 
     rounding_bytes = 1
     """What sizes are rounded up to by the device's allocator."""
+    workspace_bytes = 0
+    """What the device's libraries will hold, where `live_bytes` does not show it."""
+    sees_residents = False
+    """Whether `live_bytes` counts what lived before."""
+    is_estimate = False
+    """Whether seconds are worked out and not measured."""
+
+    @property
+    @abstractmethod
+    def device_name(self) -> str:
+        """How reports call the device."""
 
     @abstractmethod
     def watching(self) -> Any:
@@ -113,12 +124,20 @@ class CpuMeter(Meter):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Counts storages made inside."""
-        with MemoryTracker() as tracker:
+        with self.make_tracker() as tracker:
             self._tracker = tracker
             try:
                 yield
             finally:
                 self._tracker = None
+
+    def make_tracker(self) -> MemoryTracker:
+        """What counts inside `watching`."""
+        return MemoryTracker()
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
 
     @property
     def tracker(self) -> MemoryTracker:
@@ -155,9 +174,14 @@ class CudaMeter(Meter):
     """The caching allocator's statistics: what every tensor really takes, with its rounding."""
 
     rounding_bytes = 512
+    sees_residents = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def device_name(self) -> str:
+        return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -32,13 +32,17 @@ class OptimizerCost:
     is_estimate: bool = False
 
 
-def optimizer_cost(optimizer: Optimizer) -> OptimizerCost:
+def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> OptimizerCost:
     """Measures an optimizer by rehearsing two steps of a copy of it on tensors without memory.
 
     Nothing of the optimizer or the model changes, and their device is not filled. Where such a rehearsal
     fails (a step that looks at values), one on a few elements of each tensor is scaled up; where that fails as well
     (a step that needs a closure), two tensors of each parameter's size are assumed for what is missing, and two for
     the step. `is_estimate` marks both. An optimizer with a growing history, such as L-BFGS, takes more than that.
+
+    Args:
+        optimizer: to measure.
+        device_type: measure it as if its parameters were on such a device, which need not be there.
 
     Only the device counts: with parameters on an accelerator, step counters in host memory do not.
 
@@ -48,10 +52,11 @@ def optimizer_cost(optimizer: Optimizer) -> OptimizerCost:
     """
     parameters = list(dict.fromkeys(tensors([group["params"] for group in optimizer.param_groups])))
     devices = _budget_devices(parameters)
+    rehearsed = None if device_type is None else torch.device(device_type, 0)
     state_bytes = _state_bytes(optimizer, devices)
     # The step is anyone's code: whatever it raises means that it cannot be rehearsed in this way.
     try:
-        return OptimizerCost(state_bytes, *rehearse_on_fakes(optimizer, devices))
+        return OptimizerCost(state_bytes, *rehearse_on_fakes(optimizer, devices, rehearsed))
     except Exception:
         pass
     try:

@@ -50,6 +50,9 @@ class Profile:
         problem: the same in numbers, as the planner reads it.
         residents: what lives for the whole step.
         accumulates: whether gradients are there when a step begins.
+        seconds_are_estimates: whether seconds were worked out for hardware that was not there, and not measured.
+        ranks: over which parameters, gradients and optimizer state are divided.
+        device_bytes: all the memory of the device; 0 if that is not known.
     """
 
     model: str
@@ -58,6 +61,9 @@ class Profile:
     problem: Problem = field(repr=False)
     residents: Residents
     accumulates: bool = False
+    seconds_are_estimates: bool = False
+    ranks: int = 1
+    device_bytes: int = 0
 
     @cached_property
     def plain(self) -> Simulation:
@@ -99,10 +105,12 @@ class Profile:
     def __str__(self) -> str:
         num_calls = sum(not unit.is_code for unit in self.units)
         num_kinds = len({unit.kind for unit in self.units if not unit.is_code})
+        among = f", one of {self.ranks} ranks" if self.ranks > 1 else ""
+        note = " Seconds are estimates." if self.seconds_are_estimates else ""
         return (
-            f"{self.model} on {self.device}: {num_calls} unit calls of {num_kinds} kinds;"
+            f"{self.model} on {self.device}{among}: {num_calls} unit calls of {num_kinds} kinds;"
             f" plain step {self.plain.seconds:.4g} s, peak {format_bytes(self.plain_bytes)}"
             f" ({format_bytes(self.residents.parameter_bytes)} parameters,"
             f" {format_bytes(self.residents.gradient_bytes)} gradients,"
-            f" {format_bytes(self.residents.optimizer_bytes)} optimizer)."
+            f" {format_bytes(self.residents.optimizer_bytes)} optimizer).{note}"
         )

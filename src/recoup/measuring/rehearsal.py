@@ -22,13 +22,18 @@ __all__ = ["rehearse_on_fakes", "rehearse_on_samples"]
 _SAMPLE_SIZE = 4
 
 
-def rehearse_on_fakes(optimizer: Optimizer, devices: frozenset[torch.device]) -> tuple[int, int]:
+def rehearse_on_fakes(
+    optimizer: Optimizer, devices: frozenset[torch.device], on: torch.device | None = None
+) -> tuple[int, int]:
     """The bytes of state that two steps add on these devices, and the bytes that a step needs while it runs.
+
+    With ``on``, all tensors of these devices are taken to be on that one instead.
 
     Raises:
         Exception: whatever the step raises on tensors without values.
     """
     fakes = FakeTensorMode()
+    moved = dict.fromkeys(devices if on is not None else (), on)
 
     def fake(tensor: Tensor) -> Tensor:
         plain = _single(tensor)
@@ -38,8 +43,10 @@ def rehearse_on_fakes(optimizer: Optimizer, devices: frozenset[torch.device]) ->
             with fakes:
                 return torch.tensor(value, dtype=plain.dtype)
         with fakes:
-            return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
+            device = moved.get(plain.device, plain.device)
+            return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device)
 
+    devices = devices if on is None else frozenset({on})
     rehearsed, pairs = _copied(optimizer, fake)
     before_bytes = sum(_state_sizes(rehearsed, pairs, devices))
     with _foreach_takes_fakes(pairs), fakes:

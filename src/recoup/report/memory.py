@@ -66,8 +66,10 @@ def moments_of(
     shown: list[Shown] = []
     seen: set[int] = set()
     ends = [moment.time_s for moment in timeline[1:]] + [simulation.seconds]
+    # The end is a sum without rounding, and may lie a hair behind the last moment.
+    no_time_s = simulation.seconds * 1e-9
     for moment, end_s in zip(timeline, ends, strict=True):
-        if end_s <= moment.time_s and moment is not simulation.peak:
+        if end_s - moment.time_s <= no_time_s and moment is not simulation.peak:
             continue
         made = Shown(moment.time_s, moment.num_bytes + beyond_bytes, moment.unit, moment.phase)
         if moment.phase == "forward":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from recoup.engines.plans import ModelPlan
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot_frontier", "plot_memory"]
+
+_MARKERS = "sDov^<>Pp*"
 
 
 def plot_frontier(profile_or_plans: Profile | Iterable[ModelPlan], ax: Axes | None = None) -> Axes:
@@ -43,25 +46,19 @@ def plot_frontier(profile_or_plans: Profile | Iterable[ModelPlan], ax: Axes | No
     ax.step(
         sizes, [plan.predicted_s * 1e3 for plan in plans], where="post", marker="o", ms=3, label="best plan"
     )
-    ax.scatter(
-        [recipe.peak_bytes for recipe in recipes],
-        [recipe.seconds * 1e3 for recipe in recipes],
-        marker="x",
-        color="0.4",
-        label="by hand",
-    )
-    for recipe in recipes:
-        ax.annotate(
-            recipe.name,
-            (recipe.peak_bytes, recipe.seconds * 1e3),
-            xytext=(4, 4),
-            textcoords="offset points",
-            fontsize="x-small",
-            color="0.4",
+    for marker, recipe in zip(cycle(_MARKERS), recipes, strict=False):
+        ax.plot(
+            recipe.peak_bytes,
+            recipe.seconds * 1e3,
+            marker,
+            color="0.35",
+            markersize=5,
+            fillstyle="none",
+            label=recipe.name,
         )
     _byte_axis(ax.xaxis, min(sizes), max([*sizes, *(recipe.peak_bytes for recipe in recipes)]))
     ax.set(xlabel="peak memory", ylabel="step (ms)")
-    ax.legend(frameon=False)
+    ax.legend(frameon=False, fontsize="small")
     return ax
 
 

@@ -83,4 +83,5 @@ def _kept(decisions: Decisions, alike: Sequence[Decision], *, ask: bool) -> str:
         if all(peak is not None and peak >= decisions.plan.predicted_bytes for peak in peaks):
             return "Recomputing it would not lower the peak."
     price = _price(way.freed_bytes, way.extra_s)
-    return f"The budget has room. Recomputed, {'each' if len(alike) > 1 else 'it'} would free {price}."
+    it, them = ("each", "them") if len(alike) > 1 else ("it", "it")
+    return f"Not needed: the budget is met without {them}. Recomputed, {it} would free {price}."

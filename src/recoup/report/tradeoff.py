@@ -17,6 +17,7 @@ from recoup.sizes import format_bytes
 __all__ = ["Mark", "TradeoffPicture", "make_tradeoff", "plans_beside"]
 
 _MANY_UNITS = 200
+_FEW_BUDGETS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +180,14 @@ def make_tradeoff(plan: ModelPlan) -> TradeoffPicture:
 
 def plans_beside(profile: Profile, recipes: Sequence[ByHand]) -> tuple[ModelPlan, ...]:
     """The frontier, also at the recipes' own peaks: else a recipe could seem better than the best plan."""
-    num_points = 20 if len(profile.units) <= _MANY_UNITS else 10
-    found = [
-        *frontier(profile, num_points=num_points),
-        *frontier(profile, budgets=[recipe.peak_bytes for recipe in recipes]),
-    ]
+    peaks = [recipe.peak_bytes for recipe in recipes]
+    if len(profile.units) <= _MANY_UNITS:
+        found = [*frontier(profile), *frontier(profile, budgets=peaks)]
+    else:
+        # Preparing the solvers takes longest: only once.
+        low, high = min(peaks), max(peaks)
+        between = [low + (high - low) * index // _FEW_BUDGETS for index in range(1, _FEW_BUDGETS)]
+        found = [*frontier(profile, budgets=[*peaks, *between])]
     best: list[ModelPlan] = []
     for plan in sorted(found, key=lambda plan: (plan.predicted_bytes, plan.predicted_s)):
         if not best or plan.predicted_s < best[-1].predicted_s:

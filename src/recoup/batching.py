@@ -1,0 +1,340 @@
+"""``largest_batch``: the batch size and the plan that train the most samples per second under a budget.
+
+NOTE [ Searching batch sizes ]
+    1. Throughput rises with the batch until the device is busy, then falls where more must be recomputed. It falls
+       in steps, unit by unit, and may rise between them: no search that only compares neighbours finds the best.
+    2. Batch sizes double until one does not fit. Between the last two, the largest that fits is found by halving.
+    3. What a batch costs is a straight line between two batches that were looked at closely, nearly: bytes and
+       seconds of the same units under the same options. So every batch size in between is planned for by such
+       lines, which costs no measurement, and the most promising is looked at closely, until none promises more.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from recoup.engines import ModelPlan, plan
+from recoup.errors import BudgetError, SampleError
+from recoup.fitting import plan_to_fit
+from recoup.measuring import Hardware, Profile, find_hardware, measure
+from recoup.measuring.budgets import read_budget
+from recoup.measuring.steps import TrainingStep
+from recoup.measuring.units import Units
+from recoup.planning import Option, Problem, Unit
+from recoup.sizes import format_bytes
+
+__all__ = ["BatchChoice", "TriedBatch", "largest_batch"]
+
+Made: TypeAlias = tuple[nn.Module, Any] | tuple[nn.Module, Any, Callable[[Any], Tensor] | None]
+"""A model and a sample, and perhaps a loss."""
+# Twice in a row, a doubled batch gained less than this: the device is busy.
+_LEAST_GAIN = 0.01
+_MOST_LOOKS = 8
+# A gain that is worth one more look.
+_WORTH = 1e-3
+# Planning for one batch size takes milliseconds for each unit.
+_MOST_LINES, _LEAST_LINES, _MOST_UNITS_PLANNED = 64, 8, 1600
+
+
+@dataclass(frozen=True, slots=True)
+class TriedBatch:
+    """A batch size that was looked at.
+
+    Attributes:
+        batch_size: in samples.
+        predicted_bytes: the step's peak under its plan; the smallest that was possible, if it did not fit.
+        seconds: of forward and backward; ``None`` if it did not fit.
+    """
+
+    batch_size: int
+    predicted_bytes: int
+    seconds: float | None
+
+    @property
+    def samples_per_second(self) -> float:
+        """0 if it did not fit."""
+        return self.batch_size / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class BatchChoice:
+    """The batch size with the best throughput.
+
+    Attributes:
+        batch_size: in samples.
+        plan: for a step with that batch; `apply` takes it.
+        samples_per_second: that it trains, of one rank.
+        tried: all batch sizes that were looked at, in order of size.
+    """
+
+    batch_size: int
+    plan: ModelPlan
+    samples_per_second: float
+    tried: tuple[TriedBatch, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        note = ", estimated" if self.plan.profile.seconds_are_estimates else ""
+        rows = [
+            f"Batch size {self.batch_size} within {format_bytes(self.plan.budget_bytes)}:"
+            f" {self.samples_per_second:.4g} samples per second{note}"
+        ]
+        for batch in self.tried:
+            peak = format_bytes(batch.predicted_bytes)
+            speed = f"{batch.samples_per_second:.4g}/s" if batch.seconds else "does not fit"
+            mark = " <" if batch.batch_size == self.batch_size else ""
+            rows.append(f"  {batch.batch_size:>6}{peak:>12}{speed:>16}{mark}")
+        return "\n".join(rows)
+
+
+def largest_batch(
+    make: Callable[[int], Made],
+    *,
+    budget: int | str,
+    hardware: Hardware | str | Path | None = None,
+    ranks: int = 1,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    units: Units | Iterable[Units] | None = None,
+    accumulates: bool = False,
+    most: int | None = None,
+) -> BatchChoice:
+    """Finds the batch size with the best throughput under a budget, over batch size and plan together.
+
+    Without ``hardware`` every batch size that is looked at is measured on the model's device; with it, none is run.
+
+    Args:
+        make: from a batch size to model and sample, and perhaps a loss. The model may be the same each time.
+        budget: bytes that the whole step may peak at: ``"8GiB"``, ``"80%"`` of the device, or ``"auto"``.
+        hardware: to estimate for, as `measure` takes it.
+        ranks: with ``hardware``, over how many of them the model is divided; the batch is one rank's.
+        optimizer: from a model to its optimizer, such as ``lambda model: AdamW(model.parameters())``.
+        units: the modules to decide about, as `measure` takes them; by name or predicate.
+        accumulates: gradients are there when a step begins.
+        most: no batch is larger. Unless given, the search also ends where larger batches gain nothing more.
+
+    Raises:
+        BudgetError: not even one sample fits.
+        SampleError: ``make`` returns something else, or its model does not take its sample.
+        HardwareError: there is no such hardware.
+
+    >>> from torch import nn
+    >>> def make(batch_size):
+    ...     with torch.device("meta"):
+    ...         layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]
+    ...         return nn.Sequential(*layers), torch.empty(batch_size, 1024, 256), torch.sum
+    >>> largest_batch(make, budget="72MiB", hardware="A100").batch_size
+    5
+    """
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise SampleError(f"most must be a whole number of at least 1; got {most!r}.")
+    known = None if hardware is None else find_hardware(hardware)
+
+    def look(batch_size: int) -> ModelPlan:
+        model, sample, loss = _made(make(batch_size))
+        made = None if optimizer is None else optimizer(model)
+        budget_bytes = read_budget(budget, model, sample, hardware=known)
+        if known is None:
+            _make_room()
+            step = TrainingStep(model, sample, loss=loss)
+            return plan_to_fit(step, budget_bytes, optimizer=made, units=units, accumulates=accumulates)
+        profile = measure(
+            model,
+            sample,
+            loss=loss,
+            optimizer=made,
+            units=units,
+            accumulates=accumulates,
+            hardware=known,
+            ranks=ranks,
+        )
+        return plan(profile, budget_bytes)
+
+    if known is None and ranks != 1:
+        raise SampleError(
+            f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
+        )
+    return _Search(look, most).run()
+
+
+def _make_room() -> None:
+    """Drops what earlier batch sizes left behind."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _made(made: Any) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise SampleError(
+            "make(batch_size) must return (model, sample) or (model, sample, loss); got"
+            f" {'a tuple of ' + str(len(made)) if isinstance(made, tuple) else type(made).__name__}."
+        )
+    return made[0], made[1], made[2] if len(made) == 3 else None
+
+
+class _Search:
+    """NOTE [ Searching batch sizes ]."""
+
+    def __init__(self, look: Callable[[int], ModelPlan], most: int | None) -> None:
+        self._look, self._most = look, most
+        self.plans: dict[int, ModelPlan] = {}
+        self.tried: dict[int, TriedBatch] = {}
+        self._refusal: BudgetError | None = None
+        self._lines: dict[tuple[int, int, int], float] = {}
+
+    def run(self) -> BatchChoice:
+        self._double()
+        if not self.plans:
+            assert self._refusal is not None, "the first batch either fits or is refused"
+            raise self._refusal
+        self._find_largest()
+        self._find_fastest()
+        best = self._best()
+        tried = tuple(self.tried[size] for size in sorted(self.tried))
+        return BatchChoice(best, self.plans[best], self.tried[best].samples_per_second, tried)
+
+    def fits(self, batch_size: int) -> bool:
+        """Looks at a batch size closely, once."""
+        if batch_size not in self.tried:
+            try:
+                found = self._look(batch_size)
+            except BudgetError as error:
+                self._refusal = self._refusal or error
+                self.tried[batch_size] = TriedBatch(batch_size, error.smallest_bytes, None)
+            except torch.OutOfMemoryError:
+                self.tried[batch_size] = TriedBatch(batch_size, 0, None)
+                if batch_size == 1:
+                    raise
+            else:
+                self.plans[batch_size] = found
+                self.tried[batch_size] = TriedBatch(batch_size, found.predicted_bytes, found.predicted_s)
+        return batch_size in self.plans
+
+    def _best(self) -> int:
+        return max(self.plans, key=lambda size: (self.tried[size].samples_per_second, -size))
+
+    def _double(self) -> None:
+        size, num_vain, fastest = 1, 0, 0.0
+        while self.fits(size) and size != self._most:
+            speed = self.tried[size].samples_per_second
+            num_vain = num_vain + 1 if speed < fastest * (1 + _LEAST_GAIN) else 0
+            fastest = max(fastest, speed)
+            if num_vain == 2 and self._most is None:
+                break
+            size = 2 * size if self._most is None else min(2 * size, self._most)
+
+    def _find_largest(self) -> None:
+        fitting = max(self.plans)
+        refused = min((size for size in self.tried if size > fitting), default=fitting + 1)
+        while refused - fitting > 1:
+            middle = (fitting + refused) // 2
+            if self.fits(middle):
+                fitting = middle
+            else:
+                refused = middle
+
+    def _find_fastest(self) -> None:
+        """NOTE [ Searching batch sizes ], 3."""
+        for _ in range(_MOST_LOOKS):
+            promising = self._promising()
+            if promising is None:
+                return
+            self.fits(promising)
+
+    def _promising(self) -> int | None:
+        """The batch size that, by the lines between known ones, beats all that are known."""
+        known = sorted(self.plans)
+        best = self._best()
+        speed = self.tried[best].samples_per_second * (1 + _WORTH)
+        found = None
+        num_units = len(self.plans[best].profile.units)
+        num_lines = max(_LEAST_LINES, min(_MOST_LINES, _MOST_UNITS_PLANNED // num_units))
+        for size in _spread(known, best, num_lines):
+            place = bisect_left(known, size)
+            line = known[place - 1], size, known[place]
+            if line not in self._lines:
+                self._lines[line] = self._expected(*line)
+            if self._lines[line] > speed:
+                found, speed = size, self._lines[line]
+        return found
+
+    def _expected(self, low: int, size: int, high: int) -> float:
+        profile = _between(self.plans[low].profile, self.plans[high].profile, (size - low) / (high - low))
+        if profile is None:
+            return 0.0
+        try:
+            return size / plan(profile, self.plans[low].budget_bytes).predicted_s
+        except BudgetError:
+            return 0.0
+
+
+def _spread(known: list[int], best: int, most: int) -> list[int]:
+    """Batch sizes between the smallest and the largest known one: all, or half of them near the best."""
+    there = set(known)
+    sizes = [size for size in range(known[0], known[-1] + 1) if size not in there]
+    if len(sizes) <= most:
+        return sizes
+    near = sorted(sizes, key=lambda size: abs(size - best))[: most // 2]
+    step = len(sizes) / (most - len(near))
+    return sorted({*near, *(sizes[int(index * step)] for index in range(most - len(near)))})
+
+
+def _between(low: Profile, high: Profile, share: float) -> Profile | None:
+    """A profile on the line between two; ``None`` if they are not alike."""
+    pairs = list(zip(low.problem.units, high.problem.units, strict=False))
+    if len(low.units) != len(high.units) or any(first.name != second.name for first, second in pairs):
+        return None
+
+    def line(first: float, second: float) -> float:
+        return first + (second - first) * share
+
+    def whole(first: int, second: int) -> int:
+        return round(line(first, second))
+
+    units, profiled = [], []
+    for (first, second), named in zip(pairs, low.units, strict=True):
+        others = {option.name: option for option in second.options}
+        both = [option for option in first.options if option.name in others]
+        if not both:
+            return None
+        options = [_option_between(option, others[option.name], line) for option in both]
+        recipes = [
+            recipe
+            for recipe, option in zip(named.recipes, first.options, strict=True)
+            if option.name in others
+        ]
+        units.append(
+            Unit(
+                first.name,
+                options,
+                output_bytes=whole(first.output_bytes, second.output_bytes),
+                gradient_bytes=whole(first.gradient_bytes, second.gradient_bytes),
+                parameter_gradient_bytes=whole(
+                    first.parameter_gradient_bytes, second.parameter_gradient_bytes
+                ),
+                runs_once=first.runs_once or second.runs_once,
+            )
+        )
+        profiled.append(replace(named, recipes=tuple(recipes)))
+    resident_bytes = whole(low.problem.resident_bytes, high.problem.resident_bytes)
+    problem = Problem(units, resident_bytes=resident_bytes)
+    return replace(low, units=tuple(profiled), problem=problem)
+
+
+def _option_between(first: Option, second: Option, line: Callable[[float, float], float]) -> Option:
+    return Option(
+        first.name,
+        forward_s=line(first.forward_s, second.forward_s),
+        backward_s=line(first.backward_s, second.backward_s),
+        held_bytes=round(line(first.held_bytes, second.held_bytes)),
+        holds_output=first.holds_output or second.holds_output,
+        forward_transient_bytes=round(line(first.forward_transient_bytes, second.forward_transient_bytes)),
+        backward_transient_bytes=round(line(first.backward_transient_bytes, second.backward_transient_bytes)),
+    )

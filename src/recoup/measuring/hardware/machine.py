@@ -1,0 +1,144 @@
+"""A device in a few numbers: what its memory holds and how fast it computes, reads and starts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from recoup.errors import HardwareError
+from recoup.sizes import format_bytes
+
+__all__ = ["Hardware", "read_hardware", "write_hardware"]
+
+_FORMAT, _VERSION = "recoup.hardware", 1
+_HALF = (torch.bfloat16, torch.float16)
+_DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A device in numbers.
+
+    Attributes:
+        name: what reports call it.
+        memory_bytes: of the device.
+        float32_flops_per_s: of matrix products; also what double precision is estimated from, at half of it.
+        tf32_flops_per_s: of float32 matrix products where torch may round their factors; 0 if it cannot.
+        half_flops_per_s: in bfloat16 and float16.
+        float8_flops_per_s: 0 if it has none.
+        bandwidth_bytes_per_s: of its memory, reads and writes together.
+        host_link_bytes_per_s: between it and the host, one way.
+        latency_s: the least that an operation takes.
+        efficiency: the share of these figures that real operations reach: 1 for measured figures.
+        workspace_bytes: what its libraries hold once they have run.
+        device_type: ``"cuda"`` or ``"cpu"``: whose choice of kernels and whose rounding of sizes to expect.
+
+    >>> laptop = Hardware(
+    ...     name="laptop", memory_bytes=2**34, float32_flops_per_s=1e11, half_flops_per_s=1e11,
+    ...     bandwidth_bytes_per_s=2e10, host_link_bytes_per_s=1e10, latency_s=5e-6, device_type="cpu",
+    ... )
+    >>> print(laptop)
+    laptop: 16.0 GiB at 20 GB/s; 0.1 TFLOP/s in float32, 0.1 in bfloat16; 5 us an operation.
+    """
+
+    name: str
+    memory_bytes: int
+    float32_flops_per_s: float
+    half_flops_per_s: float
+    bandwidth_bytes_per_s: float
+    host_link_bytes_per_s: float
+    latency_s: float
+    tf32_flops_per_s: float = 0.0
+    float8_flops_per_s: float = 0.0
+    efficiency: float = 1.0
+    workspace_bytes: int = 0
+    device_type: Literal["cuda", "cpu"] = "cuda"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise HardwareError(f"Hardware needs a name that is text and not empty; got {self.name!r}.")
+        if self.device_type not in _DEVICES:
+            raise HardwareError(f"{self.name}: device_type is 'cuda' or 'cpu'; got {self.device_type!r}.")
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name not in ("name", "device_type"):
+                self._check_number(entry.name, value, is_whole=entry.name.endswith("_bytes"))
+        if self.efficiency > 1:
+            raise HardwareError(f"{self.name}: efficiency is a share of at most 1; got {self.efficiency}.")
+
+    def _check_number(self, field: str, value: Any, *, is_whole: bool) -> None:
+        may_be_zero = field in (
+            "tf32_flops_per_s", "float8_flops_per_s", "workspace_bytes", "latency_s"
+        )  # fmt: skip
+        kinds = int if is_whole else (int, float)
+        is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and not may_be_zero):
+            what = "a whole number of bytes" if is_whole else "a finite number"
+            raise HardwareError(f"{self.name}: {field} must be {what} above 0; got {value!r}.")
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What its allocator rounds sizes up to."""
+        return 512 if self.device_type == "cuda" else 1
+
+    def flops_per_s(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
+        """What matrix products of a dtype reach."""
+        if dtype in _HALF:
+            peak = self.half_flops_per_s
+        elif dtype.itemsize == 1:
+            peak = self.float8_flops_per_s or self.half_flops_per_s
+        elif dtype.itemsize > 4 and dtype.is_floating_point:
+            peak = self.float32_flops_per_s / 2
+        else:
+            peak = (allow_tf32 and self.tf32_flops_per_s) or self.float32_flops_per_s
+        return peak * self.efficiency
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What reads and writes reach."""
+        return self.bandwidth_bytes_per_s * self.efficiency
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {format_bytes(self.memory_bytes)} at {self.bandwidth_bytes_per_s / 1e9:.4g} GB/s;"
+            f" {self.float32_flops_per_s / 1e12:.3g} TFLOP/s in float32, {self.half_flops_per_s / 1e12:.3g} in"
+            f" bfloat16; {self.latency_s * 1e6:.3g} us an operation."
+        )
+
+
+def write_hardware(hardware: Hardware, path: str | Path) -> None:
+    """Writes a file that `find_hardware` and ``--hardware`` read."""
+    document = {"format": _FORMAT, "version": _VERSION, "hardware": asdict(hardware)}
+    Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def read_hardware(path: str | Path) -> Hardware:
+    """Reads what `write_hardware` wrote.
+
+    Raises:
+        HardwareError: the file is missing, damaged, or no hardware of ours.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HardwareError(f"Cannot read {str(path)!r}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise HardwareError(f"{str(path)!r} is not JSON: {error}.") from None
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise HardwareError(f"{str(path)!r} is no file written by `recoup hardware`.")
+    if document.get("version") != _VERSION:
+        raise HardwareError(
+            f"{str(path)!r} is version {document.get('version')!r} of the format; this recoup reads version"
+            f" {_VERSION}. Write it again with `recoup hardware`."
+        )
+    try:
+        return Hardware(**document["hardware"])
+    except (KeyError, TypeError) as error:
+        raise HardwareError(
+            f"{str(path)!r} is damaged: {error}. Write it again with `recoup hardware`."
+        ) from None

@@ -1,0 +1,216 @@
+"""The report in a real browser: what one can do with it works, and it fits a desktop and a phone, light and dark."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_subjects import large_subject, make_subject
+
+from recoup.report import write_html
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None,
+        reason="chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)",
+    ),
+    # The driver's own sockets and log files are closed when Python pleases.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    from selenium.webdriver.chrome.service import Service
+
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = make_subject(8, unsafe=(1, 4), share=0.6)
+    return write_html(made, tmp_path_factory.mktemp("report") / "report.html").as_uri()
+
+
+@pytest.fixture(params=WIDTHS)
+def page(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterator[Any]:
+    width, height = WIDTHS[request.param]
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(address)
+    browser.execute_script("localStorage.clear()")
+    browser.get(address)
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def names(page: Any) -> list[str]:
+    script = (
+        "return [...document.querySelectorAll('#units tbody tr')].filter(r => r.offsetParent)"
+        ".map(r => (r.querySelector('summary') || r.cells[0]).textContent.trim())"
+    )
+    # A group's name is followed by how many it has.
+    return [text.split()[0] for text in page.execute_script(script)]
+
+
+ROWS = ["embed", "layers.0", "layers.1", "layers.2-3", "layers.4", "layers.5-7", "head", "loss"]
+
+
+def test_nothing_overflows(page: Any, tmp_path: Path) -> None:
+    for theme in ("light", "dark"):
+        page.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
+        wide, inner = page.execute_script("return [document.scrollingElement.scrollWidth, innerWidth]")
+        assert wide <= inner
+        # Only the table may be wider than the page, and it scrolls by itself.
+        beyond = page.execute_script(
+            "return [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, [hidden]')"
+            " && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.tagName + '.' + e.className)"
+        )
+        assert beyond == []
+        assert page.save_screenshot(str(tmp_path / f"{theme}.png"))
+
+
+def test_pointing_at_the_memory(page: Any) -> None:
+    from selenium.webdriver import ActionChains
+
+    plot, tip = page.find_element("id", "memory-plot"), page.find_element("id", "tip")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+    assert not tip.is_displayed()
+    ActionChains(page).move_to_element_with_offset(plot, -plot.size["width"] // 4, 0).perform()
+    assert tip.is_displayed()
+    assert tip.text.splitlines()[0].endswith(", forward")
+    for word in ("predicted", "plain", "measured", "MiB", "ms"):
+        assert word in tip.text
+    ActionChains(page).move_to_element_with_offset(plot, plot.size["width"] // 4, 0).perform()
+    assert tip.text.splitlines()[0].endswith((", backward", ", replay"))
+    box = page.execute_script("return arguments[0].getBoundingClientRect().toJSON()", tip)
+    assert box["left"] >= 0
+    assert box["right"] <= page.execute_script("return innerWidth")
+    ActionChains(page).move_to_element(page.find_element("tag name", "h1")).perform()
+    assert not tip.is_displayed()
+
+
+def test_reading_the_memory_with_the_keyboard(page: Any) -> None:
+    from selenium.webdriver import Keys
+
+    plot, tip = page.find_element("id", "memory-plot"), page.find_element("id", "tip")
+    plot.send_keys(Keys.ARROW_RIGHT)
+    assert tip.text.splitlines()[0] == "layers.0, forward"
+    plot.send_keys(Keys.ARROW_LEFT)
+    assert tip.text.splitlines()[0] == "embed, forward"
+    plot.send_keys(Keys.ESCAPE)
+    assert not tip.is_displayed()
+
+
+def test_pointing_at_the_frontier(page: Any) -> None:
+    from selenium.webdriver import ActionChains
+
+    mark, tip = page.find_element("css selector", "button.mark.this"), page.find_element("id", "tip")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", mark)
+    ActionChains(page).move_to_element(mark).perform()
+    assert tip.text.splitlines()[0] == "this plan"
+    assert "103 MiB" in tip.text
+
+
+def test_dark_and_light(page: Any) -> None:
+    paint = "return getComputedStyle(document.documentElement).backgroundColor"
+    button = page.find_element("id", "theme")
+    assert button.text == "Dark"
+    light = page.execute_script(paint)
+    button.click()
+    dark = page.execute_script(paint)
+    assert (light, dark) == ("rgb(247, 247, 245)", "rgb(20, 23, 26)")
+    assert button.text == "Light"
+    page.refresh()
+    assert page.execute_script(paint) == dark
+    page.find_element("id", "theme").click()
+    assert page.execute_script(paint) == light
+
+
+def test_what_the_system_prefers(page: Any) -> None:
+    paint = "return getComputedStyle(document.documentElement).backgroundColor"
+    for scheme, colour in (("dark", "rgb(20, 23, 26)"), ("light", "rgb(247, 247, 245)")):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        assert page.execute_script(paint) == colour
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_texts_can_be_read(page: Any) -> None:
+    """Contrast of at least 4.5 to 1, as WCAG AA asks for."""
+    script = """
+      const light = (css) => {
+        const [r, g, b] = css.match(/[0-9.]+/g).map(Number).map(v => v / 255)
+          .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+      };
+      const poor = [];
+      const texts = 'h1, h2, p, dt, dd, small, .yt, .xt, .tag, .why, .badge, th, .over';
+      const back = (element) => getComputedStyle(element).backgroundColor;
+      for (const element of document.querySelectorAll(texts)) {
+        let behind = element;
+        while (/rgba\\(0, 0, 0, 0\\)|color\\(/.test(back(behind))) behind = behind.parentElement;
+        const pair = [light(getComputedStyle(element).color), light(back(behind))];
+        const contrast = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+        if (contrast < 4.5) poor.push(element.tagName + '.' + element.className + ' ' + contrast.toFixed(2));
+      }
+      return poor;
+    """
+    for theme in ("light", "dark"):
+        page.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
+        assert page.execute_script(script) == []
+    # The check itself sees what is too faint.
+    page.execute_script("document.querySelector('h1').style.color = '#3a4046'")
+    assert len(page.execute_script(script)) == 1
+
+
+def test_sorting(page: Any) -> None:
+    assert names(page) == ROWS
+    headers = page.find_elements("css selector", "#units th button")
+    click = "arguments[0].click()"
+    held = next(header for header in headers if header.get_attribute("textContent") == "Held, plain")
+    page.execute_script(click, held)
+    assert names(page)[:2] == ["layers.4", "layers.5-7"]
+    assert names(page)[-1] == "head"
+    page.execute_script(click, held)
+    assert names(page)[0] == "head"
+    page.execute_script(click, headers[0])
+    assert names(page) == ROWS
+    page.execute_script(click, headers[0])
+    assert names(page) == ROWS[::-1]
+    assert page.find_element("css selector", "th[aria-sort]").get_attribute("aria-sort") == "descending"
+
+
+def test_filtering(page: Any) -> None:
+    box, count = page.find_element("id", "filter"), page.find_element("id", "count")
+    assert count.text == "8 rows"
+    box.send_keys("unsafe")
+    assert names(page) == ["layers.1", "layers.4"]
+    assert count.text == "2 of 8 rows"
+    box.clear()
+    # Names inside a group are found too.
+    box.send_keys("layers.6")
+    assert names(page) == ["layers.5-7"]
+
+
+def test_a_thousand_units_open(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recoup.report.tradeoff.frontier", lambda *_, **__: ())
+    browser.get(write_html(large_subject(), tmp_path / "report.html").as_uri())
+    rows = len(browser.find_elements("css selector", "#units tbody tr"))
+    assert 20 <= rows <= 100
+    wide, inner = browser.execute_script("return [document.scrollingElement.scrollWidth, innerWidth]")
+    assert wide <= inner
+    assert browser.get_log("browser") == []
