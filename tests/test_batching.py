@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,19 +30,15 @@ TOY = Hardware(
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(3 * width, width),
-        )
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def make(batch_size: int, device: str = "meta") -> tuple[nn.Module, Tensor, Any]:
     with torch.device(device):
-        model = nn.Sequential(*(Block(32) for _ in range(5)))
+        model = nn.Sequential(*(Block(32) for _ in range(4)))
         return model, torch.ones(batch_size, 40, 32), mean_square
 
 
@@ -92,8 +89,10 @@ def test_what_it_says() -> None:
 
 
 def test_it_ends_where_larger_batches_gain_nothing() -> None:
-    chosen = largest_batch(make, budget="100%", hardware=TOY)
-    assert chosen.batch_size <= 256
+    slow = replace(TOY, float32_flops_per_s=1e8)
+    chosen = largest_batch(make, budget="100%", hardware=slow)
+    assert chosen.batch_size <= 16
+    assert max(batch.batch_size for batch in chosen.tried) <= 16
     assert chosen.plan.budget_bytes == 2**24
 
 
@@ -119,7 +118,7 @@ def test_optimizer_and_ranks_count() -> None:
 
 class TestErrors:
     def test_not_even_one_sample(self) -> None:
-        with pytest.raises(BudgetError, match=r"the budget is 97\.7 KiB"):
+        with pytest.raises(BudgetError, match=r"the budget is 97.7 KiB"):
             largest_batch(make, budget=100_000, hardware=TOY)
 
     def test_make_must_return_model_and_sample(self) -> None:

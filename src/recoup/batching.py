@@ -7,6 +7,8 @@ NOTE [ Searching batch sizes ]
     3. What a batch costs is a straight line between two batches that were looked at closely, nearly: bytes and
        seconds of the same units under the same options. So every batch size in between is planned for by such
        lines, which costs no measurement, and the most promising is looked at closely, until none promises more.
+    4. Seconds bend upwards (first operations cost their start, then their bytes), so lines promise too little: the
+       further apart their ends, the more. That much is added to what they promise.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ Made: TypeAlias = tuple[nn.Module, Any] | tuple[nn.Module, Any, Callable[[Any], 
 # Twice in a row, a doubled batch gained less than this: the device is busy.
 _LEAST_GAIN = 0.01
 _MOST_LOOKS = 8
-# A gain that is worth one more look.
-_WORTH = 1e-3
+# A gain that is worth one more look; and how much lines may promise too little, their ends far apart.
+_WORTH, _DOUBT = 1e-3, 0.1
 # Planning for one batch size takes milliseconds for each unit.
 _MOST_LINES, _LEAST_LINES, _MOST_UNITS_PLANNED = 64, 8, 1600
 
@@ -249,7 +251,7 @@ class _Search:
             self.fits(promising)
 
     def _promising(self) -> int | None:
-        """The batch size that, by the lines between known ones, beats all that are known."""
+        """The batch size that, by the lines between known ones, may well beat all that are known."""
         known = sorted(self.plans)
         best = self._best()
         speed = self.tried[best].samples_per_second * (1 + _WORTH)
@@ -260,7 +262,8 @@ class _Search:
             place = bisect_left(known, size)
             line = known[place - 1], size, known[place]
             if line not in self._lines:
-                self._lines[line] = self._expected(*line)
+                low, _, high = line
+                self._lines[line] = self._expected(*line) * (1 + _DOUBT * (high - low) / high)
             if self._lines[line] > speed:
                 found, speed = size, self._lines[line]
         return found

@@ -783,3 +783,33 @@ def test_a_span_from_outside_the_replay() -> None:
 def test_no_function() -> None:
     with pytest.raises(TypeError, match="Got a Tensor as function"):
         Span(Checkpoint()).call(leaf(), (), {})
+
+
+def test_one_tensor_given_twice_stays_one() -> None:
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    x, memory = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
+
+    def attend(x: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Which products are saved depends on whether key and value are one object.
+        return attention(x, key * 2, key * 2, need_weights=False)[0] if key is value else x * value.sum()
+
+    def nested(x: Tensor, memory: Tensor) -> Tensor:
+        return recoup.checkpoint(attend, x, memory, memory)
+
+    def hooked(x: Tensor, memory: Tensor) -> Tensor:
+        memory = memory * 1.0
+        memory.register_hook(lambda gradient: None)
+        span = Span(Checkpoint())
+        return span.call(attend, (span.call(attend, (x, memory, memory), {}), memory, memory), {})
+
+    for fn, plain in (
+        (nested, lambda: attend(x, memory, memory)),
+        (hooked, lambda: _twice(attend, x, memory)),
+    ):
+        expected = torch.autograd.grad(plain().sum(), [x, memory])
+        found = torch.autograd.grad(recoup.checkpoint(fn, x, memory).sum(), [x, memory])
+        assert all(map(torch.equal, expected, found))
+
+
+def _twice(attend: Any, x: Tensor, memory: Tensor) -> Tensor:
+    return attend(attend(x, memory, memory), memory, memory)

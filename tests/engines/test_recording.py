@@ -1,8 +1,9 @@
-"""Memory over a real step: every change on the CPU, and between boundaries elsewhere."""
+"""Memory over a real step: every change on the CPU, looked at now and then elsewhere."""
 
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from recoup.engines.recording import MOST_POINTS, record, thinned
 from recoup.measuring.meter import CpuMeter, Meter, make_meter
 
 
-class Boundaries(Meter):
+class Looked(Meter):
     """A meter of the CPU that cannot be watched all the time, as CUDA's cannot."""
 
     def __init__(self) -> None:
@@ -40,6 +41,9 @@ class Boundaries(Meter):
     def fill_queue(self) -> None:
         pass
 
+    def device_name(self) -> str:
+        return self.cpu.device_name()
+
     def free_bytes(self) -> int:
         return self.cpu.free_bytes()
 
@@ -54,10 +58,10 @@ def model_and_step() -> tuple[nn.Sequential, Any]:
 
 
 def test_every_change_on_the_cpu() -> None:
-    model, step = model_and_step()
+    _, step = model_and_step()
     meter = CpuMeter()
     with meter.watching():
-        peak_bytes, points = record(meter, model, step)
+        peak_bytes, points = record(meter, step)
         assert meter.tracker.observer is None
     assert max(num_bytes for _, num_bytes in points) == peak_bytes
     assert [time_s for time_s, _ in points] == sorted(time_s for time_s, _ in points)
@@ -67,25 +71,23 @@ def test_every_change_on_the_cpu() -> None:
 
 def test_both_ways_see_the_same_peak() -> None:
     found = []
-    for meter in (CpuMeter(), Boundaries()):
+    for meter in (CpuMeter(), Looked()):
         torch.manual_seed(0)
-        model, step = model_and_step()
+        _, step = model_and_step()
         with meter.watching():
-            found.append(record(meter, model, step))
-        assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model)
+            found.append(record(meter, step))
     (exact, _), (sampled, points) = found
     assert sampled == exact
     assert max(num_bytes for _, num_bytes in points) == exact
-    # Before and after each call, at the start of each backward, and at the end.
-    assert len(points) == 3 * 2 + 3 + 2
+    assert len(points) >= 2
 
 
-def test_hooks_come_off_when_the_step_fails() -> None:
+def test_nobody_looks_on_when_the_step_fails() -> None:
     model, _ = model_and_step()
-    meter = Boundaries()
+    meter, before = Looked(), threading.active_count()
     with meter.watching(), pytest.raises(RuntimeError, match="shapes"):
-        record(meter, model, lambda: model(torch.ones(2, 5)))
-    assert all(not module._forward_hooks for module in model)
+        record(meter, lambda: model(torch.ones(2, 5)))
+    assert threading.active_count() == before
 
 
 @pytest.mark.gpu
@@ -107,7 +109,7 @@ def test_recording_does_not_change_the_peak_on_cuda() -> None:
     model.zero_grad()
     meter = make_meter(torch.device("cuda", 0))
     with meter.watching():
-        peak_bytes, points = record(meter, model, step)
+        peak_bytes, points = record(meter, step)
     assert peak_bytes == plain
     assert max(num_bytes for _, num_bytes in points) == plain
 

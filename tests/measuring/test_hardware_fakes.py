@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import resource
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmark_cases import benchmark_models
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recoup
 from recoup.errors import LossError, SampleError
 from recoup.measuring import Hardware, Profile, measure
-
-ROOT = Path(__file__).parent.parent.parent
 
 HOST = Hardware(
     name="host",
@@ -33,18 +29,6 @@ HOST = Hardware(
     latency_s=5e-6,
     device_type="cpu",
 )
-
-
-def benchmark_models() -> Any:
-    """``benchmarks/models.py``, which has the same name as the tests' own models."""
-    name = "benchmark_models"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "models.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 def sizes(profile: Profile) -> list[Any]:
@@ -280,6 +264,52 @@ class TestCudaKernels:
 
         model = nn.Sequential(Attends(), nn.Identity()).to(dtype)
         assert measure(model, torch.ones(2, 7, 48, dtype=dtype), loss=square, hardware="H200").plain_bytes > 0
+
+    def test_code_may_name_the_device(self) -> None:
+        class Moves(nn.Module):
+            def __init__(self, move: Any) -> None:
+                super().__init__()
+                self.inner, self.move = nn.Linear(64, 64), move
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(self.move(x))
+
+        def as_named(x: Tensor) -> Tensor:
+            x = (
+                x.cuda()
+                .to("cuda")
+                .to(torch.device("cuda", 0), torch.float32)
+                .to(device="cuda")
+                .to(torch.float32)
+            )
+            return x.to(x) + torch.zeros(64, device="cuda") + torch.arange(64, device="cuda")
+
+        def as_given(x: Tensor) -> Tensor:
+            return x + torch.zeros(64, device=x.device) + torch.arange(64, device=x.device)
+
+        sample = torch.ones(32, 64)
+        named, given = (
+            measure(nn.Sequential(Moves(move), nn.Identity()), sample, loss=square, hardware="H200")
+            for move in (as_named, as_given)
+        )
+        assert named == given
+
+    def test_autocast_takes_softmax_in_float32(self) -> None:
+        class Weighs(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.last = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 512), nn.Softmax(-1))
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.autocast(x.device.type, torch.bfloat16):
+                    return self.last(self.inner(x))
+
+        for hardware, itemsize in (("H200", 4), (HOST, 2)):
+            units = measure(
+                Weighs(), torch.ones(32, 64), loss=square, hardware=hardware, units=["inner", "last"]
+            )
+            outputs = {unit.name: unit.output_bytes for unit in units.problem.units}
+            assert outputs["last"] == 32 * 512 * itemsize
 
     def test_rms_norm_is_one_kernel(self) -> None:
         model = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 8))

@@ -114,7 +114,11 @@ class Arguments:
         self._unpack: Callable[[Any], Tensor] | None = None
         if hooks is not None and tensors:
             pack, self._unpack = hooks
-            self._held = [pack(tensor) for tensor in tensors]
+            # One tensor given twice (key and value of an attention) goes through the hooks once, and comes back as one.
+            packed = {
+                id(tensor): pack(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()
+            }
+            self._held = [packed[id(tensor)] for tensor in tensors]
             self._originals = [weakref.ref(tensor) for tensor in tensors]
 
     def __len__(self) -> int:
@@ -132,13 +136,17 @@ class Arguments:
         """Gives the arguments as they were, in new containers."""
         held = self._held
         if self._unpack is not None:
-            held = [self._unpack(packed) for packed in held]
+            unpacked = {id(packed): self._unpack(packed) for packed in {id(p): p for p in held}.values()}
+            held = [unpacked[id(packed)] for packed in held]
         if self._has_hooks or [tensor.requires_grad for tensor in held] != self._needs_grad:
             # Hooks around the call give back bare data, and the caller may have switched a leaf on or off.
-            held = [
-                tensor.detach().requires_grad_(needs_grad) if needs_grad or tensor.requires_grad else tensor
+            fresh = {
+                id(tensor): tensor.detach().requires_grad_(needs_grad)
+                if needs_grad or tensor.requires_grad
+                else tensor
                 for tensor, needs_grad in zip(held, self._needs_grad, strict=True)
-            ]
+            }
+            held = [fresh[id(tensor)] for tensor in held]
         elif self._is_flat:
             return self._args, self._kwargs
         args, kwargs = (

@@ -94,16 +94,21 @@ class FedArguments(Arguments):
         """The slots of the others, and whether these need a gradient."""
         held = [tensors[slot] for slot in self._outside]
         # Not as leaves that need a gradient: an enclosing checkpoint holds these as they are.
-        super().__init__(tuple(t if t.grad_fn is None else t.detach() for t in held), {})
+        bare = {id(t): t if t.grad_fn is None else t.detach() for t in held}
+        super().__init__(tuple(bare[id(t)] for t in held), {})
         self.others = others
 
     def rebuild_from(self, give: Callable[[Feed], Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Gives the arguments as they were, the fed ones from this replay."""
         held, _ = self.rebuild()
-        tensors = {
-            slot: tensor if tensor.requires_grad == needs_grad else tensor.detach().requires_grad_(needs_grad)
-            for tensor, (slot, needs_grad) in zip(held, self._outside.items(), strict=True)
+        # One tensor that was given twice is one again: functions ask whether their key is their value.
+        fresh = {
+            id(tensor): tensor
+            if tensor.requires_grad == needs_grad
+            else tensor.detach().requires_grad_(needs_grad)
+            for tensor, needs_grad in zip(held, self._outside.values(), strict=True)
         }
+        tensors = {slot: fresh[id(tensor)] for tensor, slot in zip(held, self._outside, strict=True)}
         tensors.update((slot, give(feed)) for slot, feed in self.feeds.items())
         args, kwargs = self._tree
         return put_all_together(args, kwargs, [tensors[slot] for slot in range(len(tensors))])

@@ -1,21 +1,20 @@
-"""Memory over one real step: every change on the CPU, the peak between units' boundaries on CUDA."""
+"""Memory over one real step: every change on the CPU, looked at now and then on CUDA."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from torch import nn
-
 from recoup.measuring.meter import CpuMeter, Meter
-from recoup.measuring.trees import tensors_in
 
 __all__ = ["MOST_POINTS", "Points", "record", "thinned"]
 
 MOST_POINTS = 500
 """How many points of a recording are kept."""
+_INTERVAL_S = 0.0005
 
 Points = tuple[tuple[float, int], ...]
 """Seconds, and the bytes from then until the next point."""
@@ -49,17 +48,16 @@ def thinned(points: Sequence[_Point], most: int = MOST_POINTS) -> list[_Point]:
     return [points[index] for index in kept]
 
 
-def record(meter: Meter, modules: Iterable[nn.Module], run: Callable[[], Any]) -> tuple[int, Points]:
+def record(meter: Meter, run: Callable[[], Any]) -> tuple[int, Points]:
     """Runs a step inside ``meter.watching()``: its peak, and its memory over time, beyond what lived before.
 
     Args:
         meter: of the device.
-        modules: whose calls and their backwards are the boundaries, where memory cannot be watched all the time.
         run: the step.
     """
     if isinstance(meter, CpuMeter):
         return _at_changes(meter, run)
-    return _at_boundaries(meter, modules, run)
+    return _by_looking(meter, run)
 
 
 def _at_changes(meter: CpuMeter, run: Callable[[], Any]) -> tuple[int, Points]:
@@ -82,30 +80,32 @@ def _at_changes(meter: CpuMeter, run: Callable[[], Any]) -> tuple[int, Points]:
     return meter.peak_bytes() - live_bytes, tuple(thinned(points))
 
 
-def _at_boundaries(meter: Meter, modules: Iterable[nn.Module], run: Callable[[], Any]) -> tuple[int, Points]:
-    live_bytes = meter.live_bytes()
+def _by_looking(meter: Meter, run: Callable[[], Any]) -> tuple[int, Points]:
+    """From another thread, every half millisecond: nothing in the step itself is touched."""
+    live_bytes, start_s = meter.live_bytes(), time.perf_counter()
     meter.reset_peak()
-    stamps, peaks = [meter.stamp()], []
-    hooks: list[Any] = []
+    points = [(0.0, 0)]
+    has_ended = threading.Event()
 
-    def mark(*_: Any) -> None:
-        stamps.append(meter.stamp())
-        peaks.append(meter.peak_bytes() - live_bytes)
-        meter.reset_peak()
+    def look() -> None:
+        while not has_ended.wait(_INTERVAL_S):
+            points.append((time.perf_counter() - start_s, meter.live_bytes() - live_bytes))
 
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        mark()
-        hooks.extend(tensor.register_hook(mark) for tensor in tensors_in(output) if tensor.requires_grad)
-
-    for module in dict.fromkeys(modules):
-        hooks += [module.register_forward_pre_hook(mark), module.register_forward_hook(after)]
+    looker = threading.Thread(target=look, daemon=True)
+    looker.start()
     try:
         run()
-        mark()
     finally:
-        for hook in hooks:
-            hook.remove()
-    times_s = [meter.elapsed_s(stamps[0], stamp) for stamp in stamps]
-    # A peak belongs to the time since the mark before it.
-    points = [*zip(times_s, [*peaks, meter.live_bytes() - live_bytes], strict=True)]
-    return max(peaks), tuple(thinned(points))
+        has_ended.set()
+        looker.join()
+    points.append((time.perf_counter() - start_s, meter.live_bytes() - live_bytes))
+    return meter.peak_bytes() - live_bytes, tuple(
+        _with_peak(thinned(points), meter.peak_bytes() - live_bytes)
+    )
+
+
+def _with_peak(points: list[tuple[float, int]], peak_bytes: int) -> list[tuple[float, int]]:
+    """The allocator knows the peak exactly; looking now and then comes near it."""
+    highest = max(range(len(points)), key=lambda index: points[index][1])
+    points[highest] = (points[highest][0], peak_bytes)
+    return points

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from recoup.engines.comparing import compare_units
 from recoup.engines.fingerprints import (
@@ -130,7 +129,7 @@ class _Verifier:
                 # Inside, since a step of the user's may drop these gradients and make others.
                 self._prepare()
                 lived_bytes = self.residents.total_bytes + self.meter.live_bytes() - live_bytes
-                peak_bytes, points = record(self.meter, self._modules(), self._step)
+                peak_bytes, points = record(self.meter, self._step)
         times = []
         for _ in range(_REPEATS):
             with self._preserving():
@@ -140,10 +139,6 @@ class _Verifier:
         timeline = tuple((time_s * scale, num_bytes + lived_bytes) for time_s, num_bytes in points)
         most_bytes = max(peak_bytes + lived_bytes, self.residents.optimizer_peak_bytes)
         return _Run(most_bytes, min(times), self.prints(), timeline)
-
-    def _modules(self) -> list[nn.Module]:
-        named = dict(self.step.model.named_modules())
-        return [named[unit.module] for unit in self.plan.profile.units if unit.module in named]
 
     def prints(self) -> Prints:
         """Of every gradient after a step; of the parameters too where the step may change them."""

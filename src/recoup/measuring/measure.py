@@ -92,9 +92,9 @@ def measure(
     ['0', '1', '2', 'loss']
     >>> with torch.device("meta"):
     ...     model = torch.nn.Sequential(*(torch.nn.Linear(2**15, 2**15) for _ in range(4)))
-    >>> print(measure(model, torch.empty(64, 2**15), loss=torch.sum, hardware="H200"))
-    Sequential on H200 (estimated): 4 unit calls of 2 kinds; plain step 0.03505 s, peak 32.1 GiB \
-(16.0 GiB parameters, 16.0 GiB gradients, 0 B optimizer). Seconds are estimates.
+    >>> profile = measure(model, torch.empty(64, 2**15), loss=torch.sum, hardware="H200")
+    >>> profile.device, profile.residents.parameter_bytes // 2**30, profile.seconds_are_estimates
+    ('H200 (estimated)', 16, True)
     """
     training = TrainingStep(model, sample, loss=loss, step=step)
 

@@ -5,13 +5,14 @@ NOTE [ Fakes stand in host memory ]
        gradients of others. What is estimated is thus the same on a laptop and on the GPU's own machine.
     2. Where torch chooses by device, and the choice decides what is saved, this mode chooses as for CUDA: attention,
        dropout, RMS normalisation, and what autocast runs in float32.
-    3. Workspaces inside a kernel (convolutions, the backward of attention) are not seen.
+    3. Where code names a device, the tensors are there already.
+    4. Workspaces inside a kernel (convolutions, the backward of attention) are not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["CudaKernels"]
 
+_HOST = torch.device("cpu")
 _HALF = (torch.bfloat16, torch.float16)
 # What the fast kernels want the last dimension to be a multiple of.
 _FLASH_MULTIPLE, _FLASH_LARGEST, _MASK_MULTIPLE = 8, 256, 8
@@ -35,22 +37,26 @@ class CudaKernels(TorchFunctionMode):
     ) -> Any:
         """Runs a function, or what stands for it on CUDA."""
         kwargs = kwargs or {}
-        stand_in = _STAND_INS.get(func)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _HOST}
+        run = partial(self._run, func, kwargs)
         if torch.is_autocast_enabled("cuda"):
-            return self._under_autocast(stand_in or func, func, args, kwargs)
+            with torch.autocast("cpu", torch.get_autocast_dtype("cuda")):
+                return run(_in_float32(func, args))
+        if torch.is_autocast_enabled("cpu"):
+            return run(_in_float32(func, args))
+        return run(args)
+
+    def _run(self, func: Callable[..., Any], kwargs: Any, args: tuple[Any, ...]) -> Any:
         if func is F.multi_head_attention_forward:
             with self:
                 return _without_dispatch(func)(*args, **kwargs)
-        return (stand_in or func)(*args, **kwargs)
+        return _STAND_INS.get(func, func)(*args, **kwargs)
 
-    def _under_autocast(self, run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _IN_FLOAT32:
-            args = tuple(_float32(value) for value in args)
-        with torch.autocast("cpu", torch.get_autocast_dtype("cuda")):
-            if func is F.multi_head_attention_forward:
-                with self:
-                    return _without_dispatch(func)(*args, **kwargs)
-            return run(*args, **kwargs)
+
+def _in_float32(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What autocast raises to float32 on CUDA, and not on the host."""
+    return tuple(map(_float32, args)) if func in _IN_FLOAT32 else args
 
 
 def _float32(value: Any) -> Any:
@@ -108,6 +114,17 @@ def _attention(
     return output
 
 
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`Tensor.to` without the move: NOTE [ Fakes stand in host memory ], 3."""
+    first, *others = args or (None,)
+    is_device = isinstance(first, (str, torch.device, int)) and not isinstance(first, bool)
+    return tensor.to(_HOST if is_device else first, *others, **kwargs) if args else tensor.to(**kwargs)
+
+
+def _stay(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor
+
+
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
     missing = -tensor.shape[-1] % multiple
     return F.pad(tensor, (0, missing)) if missing else tensor
@@ -136,6 +153,8 @@ def _rms_norm(
 
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
+    Tensor.cuda: _stay,
+    Tensor.to: _to,
     F.dropout: _dropout,
     torch.dropout: _dropout,
     F.rms_norm: _rms_norm,
