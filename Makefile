@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench docs clean
 
 # Done again whenever what is to be installed changes. torch first and pinned: a CPU build, without CUDA packages.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -28,5 +28,9 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/primitive.py
 
+# Without the theme's note about its successor.
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    # Some virtual machines announce AMX and forbid it: a product of bfloat16 matrices then ends the process.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import recoup
@@ -58,6 +59,15 @@ def test_imports_run_one_way() -> None:
         ours = {name.split(".")[1] for name in imports(path) if name.startswith("recoup.")}
         wrong = ours - ALLOWED[part] - {"errors", "progress", "sizes", part}
         assert not wrong, f"{path} imports {sorted(wrong)}"
+
+
+def test_the_page_says_the_same() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = {}
+    for row in re.findall(r"^\| (`.*)\|$", page, re.MULTILINE):
+        names, imported, _ = (re.findall(r"`(\w+)`", cell) for cell in row.split(" | ", 2))
+        drawn |= {name: set(imported) for name in names}
+    assert drawn == {part: imported for part, imported in ALLOWED.items() if part != "__main__"}
 
 
 def test_the_planner_knows_nothing_of_torch() -> None:

@@ -1,0 +1,113 @@
+"""The documentation as a site: built without a warning, complete, and readable without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import recoup
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return find_spec(name) is None
+    except ModuleNotFoundError:
+        return True
+
+
+MISSING = [name for name in NEEDED if _is_missing(name)]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}: pip install 'recoup[docs]'")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "WARNING" not in result.stdout + result.stderr
+    return folder
+
+
+class _Page(HTMLParser):
+    """The text of a page's paragraphs, and what it loads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.prose: list[str] = []
+        self._around: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in ("script", "img", "iframe", "source"):
+            self.loaded.append(values.get("src") or "")
+        elif tag == "link" and values.get("rel") in ("stylesheet", "preconnect", "icon", "preload"):
+            self.loaded.append(values.get("href") or "")
+        if tag in ("code", "pre", "script", "style"):
+            self._around.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._around and tag == self._around[-1]:
+            self._around.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self._around:
+            self.prose.append(data)
+
+
+def test_every_page_is_built(site: Path) -> None:
+    for page in DOCS.rglob("*.md"):
+        assert (site / page.relative_to(DOCS)).with_suffix(".html").exists(), page.name
+    for picture in DOCS.rglob("*.svg"):
+        assert (site / picture.relative_to(DOCS)).exists(), picture.name
+    assert not list(site.rglob("*.py"))
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        outside = [address for address in _Page(path).loaded if re.match(r"(https?:)?//", address)]
+        assert not outside, f"{path.name}: {outside}"
+
+
+def test_markdown_was_understood(site: Path) -> None:
+    """A table, a list, a fence or a reference that was taken for prose would show its marks."""
+    for path in site.rglob("*.html"):
+        for text in _Page(path).prose:
+            for mark in ("```", "|---", ">>> ", ":::"):
+                assert mark not in text, f"{path.name}: {text.strip()[:80]}"
+            assert not re.search(r"^\s*([-*]|\d\.) \S", text, re.MULTILINE), (
+                f"{path.name}: {text.strip()[:80]}"
+            )
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    anchors = set()
+    for path in (site / "reference").glob("*.html"):
+        anchors |= set(re.findall(r'id="(recoup[\w.]*)"', path.read_text(encoding="utf-8")))
+    parts = (recoup.planning, recoup.measuring, recoup.stores, recoup.manual, recoup.policies, recoup.report)
+    wanted = {f"recoup.{name}" for name in recoup.__all__ if getattr(recoup, name) not in parts}
+    wanted |= {f"{part.__name__}.{name}" for part in parts for name in part.__all__}
+    wanted |= {f"recoup.errors.{name}" for name in recoup.errors.__all__}
+    # A function that shares its name with its file is shown as the function.
+    assert not {"recoup.measure.measure", "recoup.describe.describe", "recoup.planning.plan.plan"} & anchors
+    wanted |= {f"recoup.sizes.{name}" for name in recoup.sizes.__all__} | {"recoup.checkpointing.Span"}
+    assert wanted - anchors <= {"recoup.planning.graphs", "recoup.measuring.measure"}
