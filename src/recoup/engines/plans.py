@@ -211,10 +211,11 @@ def _too_small(tightest: ModelPlan, budget_bytes: int) -> BudgetError:
     profile, smallest = tightest.profile, tightest.predicted_bytes
     peak = tightest.schedule.predicted.peak
     unit = profile.units[peak.unit].name
+    advice = "Raise the budget, or use a smaller batch"
+    advice += "." if profile.units[peak.unit].is_code else f", or split {unit!r} with units=."
     return BudgetError(
         f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
-        f" budget is {format_bytes(smallest)} ({smallest} bytes), set by the {peak.phase} of {unit!r}. Raise the"
-        f" budget, use a smaller batch, or split {unit!r} with units=.",
+        f" budget is {format_bytes(smallest)} ({smallest} bytes), set by the {peak.phase} of {unit!r}. {advice}",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
         unit=unit,

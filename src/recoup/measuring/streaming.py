@@ -53,6 +53,8 @@ class UnitCall:
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Arguments with a history of their own, and where that history begins."""
+        # Casts of weights that autocast made in one run must not be there in the next.
+        torch.clear_autocast_cache()
         (args, kwargs), start = anchored((self.args, self.kwargs))
         return args, kwargs, start
 
@@ -154,6 +156,7 @@ class _Stream:
         self.num_calls += 1
         self.visitor.enter(call)
         output = self.visitor.visit(call)
+        torch.clear_autocast_cache()
         handed, start = anchored(output)
         del output
         self.visitor.leave(call, handed, start)
