@@ -3,12 +3,14 @@
 NOTE [ Slices ]
     1. A plain Sequential does nothing but call its children in a row, so some of them in a row can be a unit, as if
        the user had put them into a Sequential of their own. Nothing of the model changes: a `Slice` holds the same
-       children under the same names, and a stand-in for the Sequential's forward runs the slices.
+       children, and a stand-in for the Sequential's forward runs the slices.
     2. Children are called as ever, so that hooks on them run. A slice itself is no module of the model: only its
        forward is called, and no hook sees it.
     3. The Sequential says what its children are, also if the user has replaced one meanwhile. If their number has
        changed, slices mean nothing any more and the Sequential runs as it would.
     4. A slice knows its Sequential by name only: who follows its attributes finds its children and no others.
+    5. Inside a slice the children are called by their positions, from 0: slices of one kind then share recipes,
+       which name what is inside.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class _Place:
 
 
 class Slice(nn.Module):
-    """Consecutive children of a Sequential, under the same names.
+    """Consecutive children of a Sequential.
 
     Args:
         sequential: whose children they are.
@@ -60,13 +62,10 @@ class Slice(nn.Module):
         last: the position behind the last child.
     """
 
-    # Not public attributes: any such name may be a child's.
-    _place: _Place
-
     def __init__(self, sequential: nn.Sequential, name: str, first: int, last: int) -> None:
         super().__init__()
         self._place = _Place(name, first, last)
-        _renew(self, sequential.training, list(sequential._modules.items()))
+        _renew(self, sequential.training, list(sequential))
 
     def forward(self, input: Any) -> Any:
         """What the Sequential does, as far as these children go."""
@@ -76,13 +75,13 @@ class Slice(nn.Module):
         return input
 
 
-def _renew(part: Slice, training: bool, children: Sequence[tuple[str, Any]]) -> None:
+def _renew(part: Slice, training: bool, children: Sequence[nn.Module]) -> None:
     """Lets a slice hold what its Sequential holds now."""
     part.training = training
     own = children[part._place.first : part._place.last]
-    if list(part._modules.items()) != own:
+    if list(part._modules.values()) != own:
         part._modules.clear()
-        part._modules.update(own)
+        part._modules.update((str(position), child) for position, child in enumerate(own))
 
 
 class SlicedForward(StandIn):
@@ -95,17 +94,17 @@ class SlicedForward(StandIn):
 
     def __call__(self, input: Any) -> Any:
         """What the Sequential does."""
-        children: list[tuple[str, Any]] = list(self.module._modules.items())
+        children: list[Any] = list(self.module._modules.values())
         if len(children) != self.num_children:
             return self.original(input)
         position = 0
         for part in self.slices:
-            for _, child in children[position : part._place.first]:
+            for child in children[position : part._place.first]:
                 input = child(input)
             _renew(part, self.module.training, children)
             input = part.forward(input)
             position = part._place.last
-        for _, child in children[position:]:
+        for child in children[position:]:
             input = child(input)
         return input
 

@@ -130,9 +130,16 @@ def _is_cell(call: ModuleCall, root: ModuleCall) -> bool:
 
 
 def without_nested(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Drops modules that lie inside another one of them."""
+    """Drops modules that lie inside another one of them; slices that overlap are for others to find."""
     inside = {child for module in modules for child in module.modules() if child is not module}
-    return [module for module in modules if module not in inside]
+    whole = [set(module.modules()) for module in modules if not isinstance(module, Slice)]
+
+    def is_nested(module: nn.Module) -> bool:
+        if isinstance(module, Slice):
+            return any(children.issuperset(module.children()) for children in whole)
+        return module in inside
+
+    return [module for module in modules if not is_nested(module)]
 
 
 def children_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
