@@ -19,8 +19,9 @@ from recoup.measuring.calls import watch_calls
 from recoup.measuring.intercept import install, installed
 from recoup.measuring.measure import measure_step
 from recoup.measuring.profile import Profile
+from recoup.measuring.slices import find_module
 from recoup.measuring.steps import TrainingStep
-from recoup.measuring.units import Units, children_of
+from recoup.measuring.units import Units, parts_of, without_nested
 from recoup.planning import Problem
 from recoup.progress import note
 from recoup.report.table import to_text
@@ -213,14 +214,15 @@ class _Fitting:
         found = [unit for unit in profile.units if unit.name == name]
         if not found or found[0].module is None:
             return None
-        modules = dict(self.step.model.named_modules())
         root = watch_calls(self.step)
         names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
         alike = {unit.module for unit in profile.units if unit.kind == found[0].kind}
         split: list[nn.Module] = []
         for module in names:
-            inside = children_of(root, modules[module]) if module in alike else []
-            split += inside or [modules[module]]
+            unit = find_module(self.step.model, module)
+            split += (parts_of(root, unit) if module in alike else []) or [unit]
+        # An activation that units share may lie in one that stays as it is.
+        split = without_nested(list(dict.fromkeys(split)))
         return split if len(split) > len(names) else None
 
     def verify(self, chosen: ModelPlan) -> tuple[ModelPlan, Verification]:

@@ -482,7 +482,7 @@ def test_how_it_reads() -> None:
     model = nn.Sequential(
         nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Linear(4, 1)
     )
-    found = audit(model, torch.randn(5, 4), loss=torch.sum)
+    found = audit(model, torch.randn(5, 4), loss=torch.sum, units="*")
     assert str(found) == (
         "3 findings, 1 unit kept:\n"
         "  2: changes its input in place (argument 'input')\n"

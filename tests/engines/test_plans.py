@@ -168,7 +168,7 @@ def test_segments_have_lines_of_their_own() -> None:
 
 def test_neighbours_of_other_names_are_spelled_out() -> None:
     profile = unequal_profile()
-    assert plan(profile, "1GiB").describe_units() == [("0.0 to 3", "keep")]
+    assert plan(profile, "1GiB").describe_units() == [("0[0:2] to 3", "keep")]
 
 
 def test_a_plan_prints() -> None:

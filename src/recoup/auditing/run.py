@@ -50,6 +50,8 @@ def audit(
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 1))
     >>> audit(model, torch.randn(2, 4), loss=torch.sum).unsafe
+    {}
+    >>> audit(model, torch.randn(2, 4), loss=torch.sum, units=["0", "1", "2"]).unsafe
     {'1': "changes its input in place: argument 'input'"}
     """
     training = TrainingStep(model, sample, loss=loss, step=step)

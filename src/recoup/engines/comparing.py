@@ -16,6 +16,7 @@ from recoup.measuring.caches import without_caches
 from recoup.measuring.intercept import intercepted, suspended
 from recoup.measuring.options import KEEP, InnerForward, Recipe, run_recipe
 from recoup.measuring.preserve import preserving
+from recoup.measuring.slices import find_module
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall, stream
 from recoup.measuring.trees import needing_gradient
@@ -32,8 +33,9 @@ def compare_units(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Op
     recipes = {
         plan.profile.units[leaf.unit].name: plan.recipe(leaf) for item in plan.items for leaf in _leaves(item)
     }
-    names = dict(step.model.named_modules())
-    units = list({names[unit.module]: None for unit in plan.profile.units if unit.module is not None})
+    called = dict.fromkeys(unit.module for unit in plan.profile.units if unit.module is not None)
+    names = {name: find_module(step.model, name) for name in called}
+    units = list(dict.fromkeys(names.values()))
     inner = {unit.get_submodule(name) for unit in units for name in _inner_names(plan, unit, names)}
     with (
         suspended(step.model),

@@ -16,6 +16,7 @@ from recoup.measuring.caches import CachelessForward, cached_models
 from recoup.measuring.intercept import StandIn, install, installed, uninstall
 from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.profile import ProfiledUnit
+from recoup.measuring.slices import SlicedForward, find_module, slices_by_sequential
 
 __all__ = ["apply", "is_applied", "remove"]
 
@@ -111,13 +112,15 @@ def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
     recipes = {index: unit.recipes for index, unit in enumerate(plan.profile.units)}
     engine = _Engine(plan.items, recipes)
     planned = _planned_units(plan)
-    for module, units in modules.items():
-        if planned.keys() & set(units):
-            install(module, _UnitForward(engine, module, units))
-            for name in {name for unit in units for name in planned.get(unit, ())}:
-                inner = module.get_submodule(name)
-                if not isinstance(vars(inner).get("forward"), InnerForward):
-                    install(inner, InnerForward(inner))
+    touched = {module: units for module, units in modules.items() if planned.keys() & set(units)}
+    for module, units in touched.items():
+        install(module, _UnitForward(engine, module, units))
+        for name in {name for unit in units for name in planned.get(unit, ())}:
+            inner = module.get_submodule(name)
+            if not isinstance(vars(inner).get("forward"), InnerForward):
+                install(inner, InnerForward(inner))
+    for sequential, slices in slices_by_sequential(model, touched).items():
+        install(sequential, SlicedForward(sequential, slices))
     if planned:
         for cached in cached_models(model):
             install(cached, CachelessForward(cached))
@@ -132,18 +135,25 @@ def _check(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:
             f"The plan was made for a {plan.profile.model}, and this model is a {type(model).__name__}."
             " Measure and plan this model."
         )
-    names = dict(model.named_modules())
+    modules: dict[str, nn.Module] = {}
     found: dict[nn.Module, list[int]] = {}
     for index, unit in enumerate(plan.profile.units):
         if unit.module is None:
             continue
-        if unit.module not in names:
-            raise ApplyError(
-                f"The plan decides about {unit.module!r}, which this model does not have. Measure and plan this model."
-            )
-        _check_inside(names[unit.module], unit)
-        found.setdefault(names[unit.module], []).append(index)
+        if unit.module not in modules:
+            modules[unit.module] = _find(model, unit.module)
+        _check_inside(modules[unit.module], unit)
+        found.setdefault(modules[unit.module], []).append(index)
     return found
+
+
+def _find(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return find_module(model, name)
+    except AttributeError:
+        raise ApplyError(
+            f"The plan decides about {name!r}, which this model does not have. Measure and plan this model."
+        ) from None
 
 
 def _check_inside(module: nn.Module, unit: ProfiledUnit) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["StandIn", "install", "installed", "intercepted", "suspended", "uninstall"]
+__all__ = ["StandIn", "install", "installed", "intercepted", "own_forward", "suspended", "uninstall"]
 
 _FORWARD = "forward"
 
@@ -36,6 +36,14 @@ def uninstall(module: nn.Module, original: Callable[..., Any]) -> None:
         module.__dict__.pop(_FORWARD, None)
     else:
         module.__dict__[_FORWARD] = original
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that runs where none of our stand-ins does."""
+    forward: Callable[..., Any] = module.forward
+    while isinstance(forward, StandIn):
+        forward = forward.original
+    return forward
 
 
 def installed(model: nn.Module) -> list[StandIn]:

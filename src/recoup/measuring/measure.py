@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recoup.errors import CheckpointError, SampleError, UnitError
 from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import module_names, watch_calls
+from recoup.measuring.calls import watch_calls
 from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
@@ -33,6 +33,7 @@ from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.preserve import preserving
 from recoup.measuring.profile import Profile, ProfiledUnit
 from recoup.measuring.recipes import useful_recipes
+from recoup.measuring.slices import unit_names
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall
 from recoup.measuring.structure import SeenCall, Structure, look
@@ -89,7 +90,7 @@ def measure(
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     >>> profile = measure(model, torch.zeros(4, 8), loss=lambda output: output.sum())
     >>> [unit.name for unit in profile.units]
-    ['0', '1', '2', 'loss']
+    ['[0:2]', '2', 'loss']
     >>> with torch.device("meta"):
     ...     model = torch.nn.Sequential(*(torch.nn.Linear(2**15, 2**15) for _ in range(4)))
     >>> profile = measure(model, torch.empty(64, 2**15), loss=torch.sum, hardware="H200")
@@ -340,7 +341,7 @@ class _Measurement:
         )
 
     def _profile(self, costs: StepCosts, unsafe: Mapping[str, str]) -> Profile:
-        names = module_names(self.step.model)
+        names = unit_names(self.step.model, self.units)
         kinds: dict[Any, int] = {}
         calls_of: dict[nn.Module, int] = {}
         units = []

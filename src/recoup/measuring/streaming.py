@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.errors import UnitError
 from recoup.measuring.anchor import anchored
-from recoup.measuring.calls import module_names
 from recoup.measuring.intercept import intercepted
+from recoup.measuring.slices import sliced, unit_names
 from recoup.measuring.steps import TrainingStep
 
 __all__ = ["UnitCall", "Visitor", "stream"]
@@ -130,8 +130,10 @@ class _Stream:
         self.accumulates = False
 
     def run(self) -> None:
-        names = module_names(self.step.model)
-        with intercepted({unit: self._stand_in(unit, names[unit] or "model") for unit in self.units}):
+        model = self.step.model
+        names = unit_names(model, self.units)
+        stand_ins = {unit: self._stand_in(unit, names[unit] or "model") for unit in self.units}
+        with intercepted(stand_ins), sliced(model, self.units):
             self.step.run(self._backward)
 
     def _stand_in(self, unit: nn.Module, name: str) -> Callable[..., Any]:

@@ -6,6 +6,11 @@ NOTE [ Choosing units ]
        everywhere and count only where nothing around them does.
     2. A module that contains such blocks is no unit: what it calls is looked at one by one.
     3. What remains is a unit if it is small (a quarter of the step's bytes at most) or has nothing inside.
+    4. A plain Sequential of single operations that is no unit is cut into slices (NOTE [ Slices ]). Each begins at a
+       layer with a weight of two dimensions or more, and takes what follows up to the next: norms, activations,
+       pooling. What comes before the first of these layers goes with it, unless it works in place: what it changes
+       was made elsewhere. So an activation in place is replayed together with what it works on.
+    5. A layer with parameters or buffers that the step calls more than once is in no slice.
 """
 
 from __future__ import annotations
@@ -13,14 +18,22 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from recoup.errors import UnitError
 from recoup.measuring.calls import ModuleCall, kind_of_module
+from recoup.measuring.slices import (
+    Slice,
+    first_overlap,
+    is_plain_sequential,
+    make_slice,
+    split_name,
+    unit_names,
+)
 
-__all__ = ["Units", "children_of", "choose_units", "find_units"]
+__all__ = ["Units", "children_of", "choose_units", "find_units", "parts_of", "without_nested"]
 
 Units = str | nn.Module | Callable[[str, nn.Module], bool]
 _LARGEST_SHARE = 4
@@ -31,11 +44,16 @@ def choose_units(root: ModuleCall) -> list[nn.Module]:
 
     A model that the step calls several times is looked at call by call: it is no block of itself.
     """
-    outer = [call for call in root.inside if call.module is root.module]
-    if outer:
-        return _without_nested(list(dict.fromkeys(module for call in outer for module in choose_units(call))))
+    outer = [call for call in root.inside if call.module is root.module] or [root]
+    slicing = _Slicing()
+    chosen = [module for call in outer for module in _choose_units(call, slicing)]
+    return without_nested(list(dict.fromkeys(chosen)))
+
+
+def _choose_units(root: ModuleCall, slicing: _Slicing) -> list[nn.Module]:
     kinds = {call.module: kind_of_module(call.module) for call in root.walk()}
     counts = Counter(kinds[call.module] for call in root.walk())
+    num_calls = Counter(call.module for call in root.walk())
 
     def is_block(call: ModuleCall) -> bool:
         is_again = counts[kinds[call.module]] > 1
@@ -49,11 +67,60 @@ def choose_units(root: ModuleCall) -> list[nn.Module]:
         if is_block(call) or not call.inside:
             return [call.module] if call is not root or not call.inside else []
         if call is root or holds_blocks(call) or call.made_bytes * _LARGEST_SHARE > root.made_bytes:
-            return [module for inner in call.inside for module in choose(inner)]
+            chosen = []
+            for part in slicing.parts(call, num_calls):
+                chosen += choose(part) if isinstance(part, ModuleCall) else [part]
+            return chosen
         return [call.module]
 
-    chosen = list(dict.fromkeys(choose(root)))
-    return _without_nested(chosen) or [root.module]
+    return list(dict.fromkeys(choose(root))) or [root.module]
+
+
+class _Slicing:
+    """Cuts calls of Sequentials into slices; those of a Sequential that is called again are the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int, int], nn.Module] = {}
+
+    def parts(self, call: ModuleCall, num_calls: Mapping[nn.Module, int]) -> list[ModuleCall | nn.Module]:
+        """What a call consists of, in order: slices, and calls of what is in none."""
+        if not is_plain_sequential(call.module) or _called(call) != list(call.module):
+            return list(call.inside)
+        parts: list[ModuleCall | nn.Module] = []
+        for first, last in _slice_ranges(call.inside, num_calls):
+            if last == first + 1:
+                parts.append(call.inside[first])
+            else:
+                key = (call.name, first, last)
+                if key not in self._made:
+                    self._made[key] = make_slice(call.module, *key)
+                parts.append(self._made[key])
+        return parts
+
+
+def _slice_ranges(calls: Sequence[ModuleCall], num_calls: Mapping[nn.Module, int]) -> list[tuple[int, int]]:
+    """NOTE [ Choosing units ], 4 and 5, for calls in a row: from which to before which."""
+    ranges: list[tuple[int, int]] = []
+    is_open = has_weight = False
+    for index, call in enumerate(calls):
+        joins = not call.inside and not (num_calls[call.module] > 1 and _has_state(call.module))
+        is_weight = any(parameter.dim() > 1 for parameter in call.module.parameters())
+        if is_open and joins and not (is_weight and has_weight):
+            ranges[-1] = (ranges[-1][0], index + 1)
+            has_weight |= is_weight
+        else:
+            ranges.append((index, index + 1))
+            is_open = joins and (is_weight or not getattr(call.module, "inplace", False))
+            has_weight = is_weight
+    return ranges
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _called(call: ModuleCall) -> list[nn.Module]:
+    return [inner.module for inner in call.inside]
 
 
 def _is_cell(call: ModuleCall, root: ModuleCall) -> bool:
@@ -62,18 +129,43 @@ def _is_cell(call: ModuleCall, root: ModuleCall) -> bool:
     return num_calls > 1 and any(True for _ in call.module.parameters(recurse=False))
 
 
-def _without_nested(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Drops modules that lie inside another one of them."""
+def without_nested(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Drops modules that lie inside another one of them; slices that overlap are for others to find."""
     inside = {child for module in modules for child in module.modules() if child is not module}
-    return [module for module in modules if module not in inside]
+    whole = [set(module.modules()) for module in modules if not isinstance(module, Slice)]
+
+    def is_nested(module: nn.Module) -> bool:
+        if isinstance(module, Slice):
+            return any(children.issuperset(module.children()) for children in whole)
+        return module in inside
+
+    return [module for module in modules if not is_nested(module)]
 
 
 def children_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
-    """What a unit calls directly: the units that it can be split into."""
-    for call in root.walk():
-        if call.module is module:
-            return list(dict.fromkeys(inner.module for inner in call.inside))
-    return []
+    """What a unit calls directly."""
+    if isinstance(module, Slice):
+        return list(module.children())
+    call = _first_call(root, module)
+    return [] if call is None else list(dict.fromkeys(_called(call)))
+
+
+def parts_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
+    """The units that a unit can be split into: slices of a Sequential, or else what it calls."""
+    call = None if isinstance(module, Slice) else _first_call(root, module)
+    if call is not None:
+        num_calls = Counter(inner.module for inner in root.walk())
+        parts = [
+            part.module if isinstance(part, ModuleCall) else part
+            for part in _Slicing().parts(call, num_calls)
+        ]
+        if parts != [module]:
+            return list(dict.fromkeys(parts))
+    return children_of(root, module)
+
+
+def _first_call(root: ModuleCall, module: nn.Module) -> ModuleCall | None:
+    return next((call for call in root.walk() if call.module is module), None)
 
 
 def find_units(root: ModuleCall, wanted: Units | Iterable[Units]) -> list[nn.Module]:
@@ -87,20 +179,43 @@ def find_units(root: ModuleCall, wanted: Units | Iterable[Units]) -> list[nn.Mod
     entries = [wanted] if isinstance(wanted, (str, nn.Module)) or callable(wanted) else list(wanted)
     if not entries:
         raise UnitError("units= names nothing. Leave it out to let recoup choose.")
-    found: dict[nn.Module, None] = {}
-    for entry in entries:
-        found |= dict.fromkeys([entry] if entry is root.module else _matching(entry, names, called))
-    modules = [call.module for call in root.walk() if call.module in found]
-    modules = list(dict.fromkeys(modules))
-    outer = _without_nested(modules)
+    matching = [
+        module
+        for entry in entries
+        for module in ([entry] if entry is root.module else _matching(entry, root.module, names, called))
+    ]
+    labels = unit_names(root.module, matching)
+    # By name: the same slice may be named twice.
+    modules = _in_order(root, list({labels[module]: module for module in matching}.values()))
+    outer = without_nested(modules)
     if len(outer) < len(modules):
-        nested = next(module for module in modules if module not in outer)
-        name = next(name for name, module in names.items() if module is nested)
+        name = labels[next(module for module in modules if module not in outer)]
         raise UnitError(f"Unit {name!r} lies inside another unit. Name either the outer or the inner one.")
+    if overlap := first_overlap(root.module, modules):
+        one, other = map(labels.__getitem__, overlap)
+        raise UnitError(f"The units {one!r} and {other!r} overlap. Name slices that do not.")
     return modules
 
 
-def _matching(entry: Units, names: dict[str, nn.Module], called: set[nn.Module]) -> list[nn.Module]:
+def _in_order(root: ModuleCall, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules in the order of their first calls."""
+    positions: dict[nn.Module, int] = {}
+    for position, call in enumerate(root.walk()):
+        positions.setdefault(call.module, position)
+
+    def position_of(module: nn.Module) -> int:
+        return positions[next(module.children()) if isinstance(module, Slice) else module]
+
+    return sorted(modules, key=position_of)
+
+
+def _matching(
+    entry: Units, model: nn.Module, names: dict[str, nn.Module], called: set[nn.Module]
+) -> list[nn.Module]:
+    if isinstance(entry, Slice):
+        return [entry]
+    if isinstance(entry, str) and (parts := split_name(entry)):
+        return _matching_slices(*parts, names={"": model} | names, called=called)
     if isinstance(entry, nn.Module):
         matches = {name: module for name, module in names.items() if module is entry}
         what = f"The module {type(entry).__name__}(…)"
@@ -122,6 +237,25 @@ def _matching(entry: Units, names: dict[str, nn.Module], called: set[nn.Module])
             " ModuleList are not called: name what is in them, for example 'blocks.*'."
         )
     return used
+
+
+def _matching_slices(
+    pattern: str, first: int, last: int, *, names: dict[str, nn.Module], called: set[nn.Module]
+) -> list[nn.Module]:
+    found = [
+        make_slice(module, name, first, last)
+        for name, module in names.items()
+        if _fits(name, pattern)
+        and module in called
+        and is_plain_sequential(module)
+        and first < last <= len(module)
+    ]
+    if not found:
+        raise UnitError(
+            f"The unit pattern '{pattern}[{first}:{last}]' fits no nn.Sequential that the step calls and that has at"
+            " least as many children. A slice is made of consecutive children of one, for example 'features[0:3]'."
+        )
+    return found
 
 
 def _fits(name: str, pattern: str) -> bool:
