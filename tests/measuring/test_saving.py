@@ -48,7 +48,7 @@ def test_a_measured_profile_round_trips() -> None:
         torch.zeros(4, 8),
         loss=torch.mean,
         optimizer=torch.optim.Adam(model.parameters()),
-        unsafe={"1": "because"},
+        unsafe={"2": "because"},
     )
     again = Profile.from_json(profile.to_json())
     assert again == profile

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recoup.errors import CheckpointError, SampleError, UnitError
 from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import watch_calls
+from recoup.measuring.calls import module_names, watch_calls
 from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
