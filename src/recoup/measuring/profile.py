@@ -19,7 +19,7 @@ class ProfiledUnit:
 
     Attributes:
         name: of the call, such as ``"blocks.3"``, or ``"cell#2"`` for a second call; code is named by what follows.
-        module: the module's name in the model; ``None`` for code.
+        module: the module's name in the model, or a slice's, such as ``"features[0:3]"``; ``None`` for code.
         call: which call of that module it is, from 0.
         kind: the same number for units that cost the same.
         recipes: in the order of the problem's options.
