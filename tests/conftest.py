@@ -9,6 +9,8 @@ import torch
 
 
 def pytest_configure() -> None:
+    # Small operations: a second thread costs more than it brings.
+    torch.set_num_threads(1)
     # Some virtual machines announce AMX and forbid it: a product of bfloat16 matrices then ends the process.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 

@@ -305,7 +305,7 @@ def test_hardware_that_cannot_be_measured(
 
 
 def test_audit_prints_its_findings(capsys: Captured) -> None:
-    assert main(["audit", "factories:in_place"]) == 0
+    assert main(["audit", "factories:in_place", "--units", "0", "1", "2"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert "1 unit kept" in out

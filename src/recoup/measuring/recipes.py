@@ -51,11 +51,13 @@ def useful_recipes(
     keep_s = seconds[KEEP] if options else CallSeconds(0.0, 0.0)
     for recipe, size in sizes.items():
         if recipe != KEEP:
-            repeated_s = keep_s.forward_s * recipe.whole + sum(
-                inside_s.get(name, 0.0) for name in recipe.inner
-            )
+            # What this recipe repeats beyond a simpler one: a nested recompute beyond the plain one.
+            simpler_s = seconds.get(RECOMPUTE, keep_s) if recipe.whole and recipe.inner else keep_s
+            repeated_s = sum(inside_s.get(name, 0.0) for name in recipe.inner)
+            repeated_s += keep_s.forward_s if recipe.whole and simpler_s is keep_s else 0.0
             forward_s = max(seconds[recipe].forward_s, keep_s.forward_s)
-            backward_s = max(seconds[recipe].backward_s, keep_s.backward_s + _LEAST_REPLAY * repeated_s)
+            least_s = max(simpler_s.backward_s, keep_s.backward_s) + _LEAST_REPLAY * repeated_s
+            backward_s = max(seconds[recipe].backward_s, least_s)
             options.append(RecipeCosts(recipe, size, CallSeconds(forward_s, backward_s)))
     options.sort(key=lambda o: (o.recipe != KEEP, o.seconds.forward_s + o.seconds.backward_s))
     useful: list[RecipeCosts] = []
