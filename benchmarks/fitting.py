@@ -236,7 +236,7 @@ def minimum(device: str) -> Lines:
 
 
 def depth(device: str) -> Lines:
-    """How a chain's activations grow with its length: measured with one replay of each unit, and the predicted floor."""
+    """How a chain's activations grow with its length: measured with one replay each, and the predicted floor."""
     lines = [
         "| equal units | plain | at most one replay each | that over √n | smallest, predicted | that over log₂ n |"
         " replays of each unit, smallest |",
