@@ -493,3 +493,10 @@ def test_how_it_reads() -> None:
     )
     assert found.unsafe == {"2": "changes its input in place: argument 'input'"}
     assert str(Audit(())) == "Nothing found: every unit can be replayed."
+
+
+def test_workspaces_are_not_compared() -> None:
+    """A recurrent layer saves raw bytes, parts of which nobody ever wrote."""
+    model = nn.LSTM(8, 8, 2, batch_first=True)
+    found = audit(model, torch.randn(3, 5, 8), loss=lambda output: output[0].sum())
+    assert found.unsafe == {}

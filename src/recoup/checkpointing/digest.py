@@ -38,9 +38,10 @@ def _weighted(sums: Tensor) -> Tensor:
 
 
 def digest_of_saved(tensor: Tensor) -> Tensor | None:
-    """The digest of a tensor that autograd saves; None for single integers.
+    """The digest of a tensor that autograd saves; None for single integers and for raw bytes.
 
-    Attention without dropout saves the seed and offset of a generator that it never read: they hold whatever was in
-    memory, and differ from run to run.
+    Attention without dropout saves the seed and offset of a generator that it never read, and recurrent layers save a
+    workspace whose gaps nobody fills: they hold whatever was in memory, and differ from run to run.
     """
-    return None if tensor.dim() == 0 and tensor.dtype in _SEEDS else digest(tensor)
+    is_opaque = tensor.dtype is torch.uint8 or (tensor.dim() == 0 and tensor.dtype in _SEEDS)
+    return None if is_opaque else digest(tensor)
