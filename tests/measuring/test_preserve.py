@@ -275,10 +275,14 @@ def test_memory_of_a_step_that_did_not_fit_is_freed_before_the_way_back() -> Non
 
 
 def test_modules_without_parameters_and_lazy_ones() -> None:
-    with preserving(nn.ReLU(), everything=True):
-        pass
-    with preserving(nn.LazyLinear(3), everything=True):
-        pass
+    activation, lazy = nn.ReLU(), nn.LazyLinear(3)
+    with preserving(activation, everything=True):
+        activation.train(False)
+    assert activation.training
+    with preserving(lazy, everything=True):
+        lazy.train(False)
+    assert lazy.training
+    assert lazy.has_uninitialized_params()
 
 
 @pytest.mark.gpu

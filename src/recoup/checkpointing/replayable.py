@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -58,7 +59,7 @@ class _Lasting(dict[Any, Tensor]):
         return self.get(key, default)
 
 
-class Replayable:
+class Replayable(ABC):
     """Hands out the values of a replay, each once, and forgets the others when the backward ends.
 
     See NOTE [ How a frame works ], 4 and 5. Subclasses say how to replay.
@@ -73,9 +74,9 @@ class Replayable:
         self._task = _NO_TASK
         self._lock = threading.RLock()
 
+    @abstractmethod
     def _run_again(self, *, carefully: bool) -> tuple[dict[Any, Tensor], dict[Any, int]]:
         """Replays; returns what is wanted, by key, and the version counters that are not 0."""
-        raise NotImplementedError
 
     def _fetch(self, key: Any) -> Tensor:
         """Gives a value that has not been made yet, or was handed out before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,16 +14,16 @@ __all__ = ["StandIn", "install", "installed", "intercepted", "own_forward", "sus
 _FORWARD = "forward"
 
 
-class StandIn:
+class StandIn(ABC):
     """Runs instead of a module's forward. Copies and pickles with its module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.original = module.forward
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What happens when the module is called."""
-        raise NotImplementedError
 
 
 def install(module: nn.Module, stand_in: Callable[..., Any]) -> None:
