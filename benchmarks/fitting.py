@@ -114,7 +114,7 @@ def accuracy_row(name: str, label: str, fitted: Fitted, fit_s: float, step_s: fl
     """One line of the table."""
     seen, plan = fitted.verification, fitted.plan
     assert seen is not None
-    assert seen.peak_bytes <= plan.budget_bytes or label == "minimum"
+    assert seen.peak_bytes <= plan.budget_bytes
     kinds = sorted({what for _, what in plan.describe_units() if what != "keep"})
     shown = f"{kinds[0]}{f' and {len(kinds) - 1} more' if len(kinds) > 1 else ''}" if kinds else "keep"
     return (
