@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import models
-
-from recoup import Checkpoint
-from recoup.checkpointing import Span
-
-_DEFAULT = Checkpoint()
+from recoup.checkpointing import Group, Span
 
 
 def caller(span: Span) -> Callable[..., Any]:
@@ -18,22 +13,13 @@ def caller(span: Span) -> Callable[..., Any]:
     return lambda fn, *args, **kwargs: span.call(fn, args, kwargs)
 
 
-def nested(levels: list[int], options: Checkpoint = _DEFAULT) -> Callable[[], Callable[..., Any]]:
-    """A ``begin`` that opens a span every ``levels[0]`` calls, in it one every ``levels[1]`` calls, and so on."""
+def nested(levels: list[int], num_calls: int = 32) -> tuple[Group, ...]:
+    """Groups of ``levels[0]`` calls, in each groups of ``levels[1]`` calls, and so on."""
+    return _nested(levels, 0, num_calls - 1)
 
+
+def _nested(levels: list[int], first: int, last: int) -> tuple[Group, ...]:
     if not levels:
-        return lambda: models.plainly
-
-    def begin() -> Callable[..., Any]:
-        num_calls, span = 0, None
-
-        def through(fn: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal num_calls, span
-            if num_calls % levels[0] == 0:
-                span = Span(options, nested(levels[1:], options))
-            num_calls += 1
-            return span.call(fn, args, kwargs)
-
-        return through
-
-    return begin
+        return ()
+    ends = [(begin, min(begin + levels[0] - 1, last)) for begin in range(first, last + 1, levels[0])]
+    return tuple(Group(begin, end, _nested(levels[1:], begin, end)) for begin, end in ends)

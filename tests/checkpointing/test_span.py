@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup import Checkpoint, checkpoint
-from recoup.checkpointing import Span
+from recoup.checkpointing import Group, Span, segment
 from recoup.errors import CheckpointError, InputChangedError, ReplayMismatchError
 from recoup.measuring import MemoryTracker
 
@@ -75,22 +75,22 @@ def test_chains_are_bit_equal_and_run_twice(num_calls: int, options: Checkpoint)
 class PerForward(nn.Module):
     """Gives a model a new span in every forward."""
 
-    def __init__(self, model: nn.Module, options: Checkpoint, begin: Any = None) -> None:
+    def __init__(self, model: nn.Module, options: Checkpoint, groups: Any = ()) -> None:
         super().__init__()
         self.model = model
         self.options = options
-        self.begin = begin
+        self.groups = groups
 
     def forward(self, *args: Tensor) -> Tensor:
-        span = Span(self.options) if self.begin is None else Span(self.options, self.begin)
+        span = Span(self.options, self.groups)
         self.model.call = caller(span)
         return self.model(*args)
 
 
-def assert_trains_alike(kind: type[nn.Module], options: Checkpoint, begin: Any = None) -> None:
+def assert_trains_alike(kind: type[nn.Module], options: Checkpoint, groups: Any = ()) -> None:
     plain, other = models.make_pair(kind, None)
     sample = kind.sample()
-    trained = models.train(PerForward(other, options, begin), sample)
+    trained = models.train(PerForward(other, options, groups), sample)
     trained = {name.replace("model.", ""): value for name, value in trained.items()}
     models.assert_same(models.train(plain, sample), trained)
 
@@ -137,6 +137,65 @@ def test_ten_deep() -> None:
     span = Span(Checkpoint(), nested([6, 6, 6, 3, 3, 3, 3, 1, 1]))
     assert torch.equal(gradients(counted.fns, x * 1, caller(span)), expected)
     assert counted.counts() == [4, 4, 3, 3, 3, 2]  # spans of equal length in each other cost nothing
+
+
+def test_nesting_costs_nothing_but_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the floor of a long chain groups lie in each other as deep as it is long."""
+    num_calls, made = 40, []
+    counted, x = Counted(num_calls), leaf()
+    expected = gradients(counted.fns, x, models.plainly)
+    counted.calls.clear()
+    original = segment.Frame.__init__
+    monkeypatch.setattr(
+        segment.Frame, "__init__", lambda self, *args: (made.append(1), original(self, *args))[1]
+    )
+    groups: tuple[Group, ...] = ()
+    for last in range(num_calls - 1):
+        groups = (Group(0, last, groups),)
+    assert torch.equal(gradients(counted.fns, x, caller(Span(Checkpoint(), groups))), expected)
+    assert counted.counts() == [num_calls + 1 - index for index in range(num_calls)]
+    assert len(made) == num_calls
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_replay_holds_where_groups_start() -> None:
+    x, seen, memory = leaf(), [], MemoryTracker()
+
+    def fn(x: Tensor) -> Tensor:
+        if recoup.is_replaying():
+            seen.append(memory.current_bytes // KIB)
+        return x.neg().sin().neg()
+
+    with memory:
+        span, y = Span(Checkpoint(), nested([2])), x * 1
+        for _ in range(6):
+            y = span.call(fn, (y,), {})
+        loss = y.sum()
+        del y, span
+        loss.backward()
+    # The input and the gradient on its way; the output of each call; what starts the second group, and the third.
+    sweeps = [2, 2 + 1, 2 + 1, 2 + 1 + 1]
+    # In its replay each group is given its start, and holds what the first call's sine saved beside its output.
+    third, second, first = [2 + 2, 2 + 1 + 2], [2 + 1, 2 + 2], [2, 2 + 2]
+    assert seen == sweeps + third + second + first
+
+
+@pytest.mark.parametrize(
+    ("groups", "match"),
+    [
+        ([(0, 2), (2, 3)], r"Groups follow each other; got calls 0 to 2, then 2 to 3\."),
+        ([(3, 2)], r"from first to last, numbered from 0; got 3 to 2\."),
+        ([(-1, 2)], r"got -1 to 2\."),
+    ],
+)
+def test_groups_that_are_none(groups: list[tuple[int, int]], match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        Span(Checkpoint(), [Group(*group) for group in groups])
+
+
+def test_a_group_with_calls_outside_of_the_one_around_it() -> None:
+    with pytest.raises(CheckpointError, match=r"Groups inside calls 1 to 3 have calls outside of these\."):
+        Group(1, 3, (Group(0, 2),))
 
 
 # What is fed and what is held
@@ -230,9 +289,12 @@ def test_an_output_that_is_made_to_need_a_gradient_in_between() -> None:
     assert torch.equal(run(caller(Span(Checkpoint()))), run(models.plainly))
 
 
-@pytest.mark.parametrize("levels", [[], [3], [3, 2]], ids=str)
+@pytest.mark.parametrize("levels", [[], [3], [3, 2], [1], [4, 1]], ids=str)
 def test_calls_that_change_what_they_are_fed(levels: list[int]) -> None:
-    """Convolution, then ReLU in place: for a checkpoint of the ReLU alone an error, for a span everyday life."""
+    """Convolution, then ReLU in place: for a checkpoint of the ReLU alone an error, for a span everyday life.
+
+    Also where a group starts with it: what it was given is lost, so the replay goes back to the first call.
+    """
     layers = [nn.Conv2d(2, 2, 3), nn.ReLU(inplace=True), nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)]
     layers += [nn.ReLU(inplace=True), nn.Flatten()]
     x = leaf(2, 2, 6, 6)
@@ -352,7 +414,7 @@ def test_nothing_leaks(levels: list[int], options: Checkpoint) -> None:
     with MemoryTracker() as memory:
         for backward in ("none", "one", "retained", "partial"):
             x = leaf()
-            span, y = Span(options, nested(levels, options)), x * 1
+            span, y = Span(options, nested(levels)), x * 1
             for fn in fns:
                 y = span.call(fn, (y,), {})
                 y = y * 1  # from outside, with a history that contains the span
@@ -488,10 +550,27 @@ def test_a_gradient_inside_a_call() -> None:
     x = leaf()
 
     def run(call: Callable[..., Any]) -> Tensor:
-        (grad,) = torch.autograd.grad(call(penalty, call(torch.cos, x * 1)).sum(), x)
+        y = call(penalty, call(penalty, call(torch.cos, x * 1)))
+        (grad,) = torch.autograd.grad(call(torch.exp, y).sum(), x)
         return grad
 
-    assert torch.equal(run(caller(Span(Checkpoint()))), run(models.plainly))
+    for levels in ([], [1], [2], [3, 2, 1]):
+        assert torch.equal(run(caller(Span(Checkpoint(), nested(levels)))), run(models.plainly))
+
+
+def test_a_gradient_inside_a_call_in_the_replay_only() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x = x.sin()
+        if recoup.is_replaying():
+            torch.autograd.grad(x.exp().sum(), x)
+        return x
+
+    call = caller(Span(Checkpoint(), (Group(0, 0),)))
+    y = call(torch.exp, call(fn, leaf() * 1))
+    with pytest.raises(
+        ReplayMismatchError, match=r"fn .*It runs a backward inside, and the forward ran none"
+    ):
+        y.sum().backward()
 
 
 # In other surroundings
@@ -531,6 +610,33 @@ def test_a_span_inside_a_checkpoint(outer: Any) -> None:
         assert memory.current_bytes // KIB == 1  # y
         (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, gradients(fns, x, models.plainly))
+
+
+def test_hooks_around_a_span_are_asked_once_for_each_argument() -> None:
+    """A checkpoint around it would replay for every further time."""
+    fns, x, mask = Counted(4).fns, leaf(), torch.ones(256)
+    packed, asked = [], Counter()
+
+    def pack(tensor: Tensor) -> int:
+        packed.append(tensor)
+        return len(packed) - 1
+
+    def unpack(number: int) -> Tensor:
+        asked[number] += 1
+        return packed[number].detach()
+
+    def run(call: Callable[..., Any]) -> Tensor:
+        y = x * 1
+        for fn in fns:
+            y = call(lambda y, mask, fn=fn: fn(y) * mask, y, mask)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        return grad
+
+    expected = run(models.plainly)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert torch.equal(run(caller(Span(Checkpoint(), nested([2, 1])))), expected)
+    assert set(asked.values()) == {1}
+    assert len(asked) == 1 + len(fns)
 
 
 def test_checkpoints_inside_a_span() -> None:
@@ -647,7 +753,7 @@ def test_values_that_drift(levels: list[int]) -> None:
         return x + random.random()
 
     options = Checkpoint(check="values")
-    span = Span(options, nested(levels, options))
+    span = Span(options, nested(levels))
     y = leaf() * 1
     for fn in (torch.sin, drifts, torch.exp, torch.tanh):
         y = span.call(fn, (y,), {})
@@ -775,8 +881,10 @@ def test_a_call_inside_a_call_of_the_same_span() -> None:
 
 def test_a_span_from_outside_the_replay() -> None:
     inner = caller(Span(Checkpoint()))
-    y = caller(Span(Checkpoint(), lambda: inner))(torch.sin, leaf() * 1)
-    with pytest.raises(CheckpointError, match=r"A replay calls .*sin in a span from outside.*in `begin`"):
+    y = caller(Span(Checkpoint()))(lambda x: inner(torch.sin, x), leaf() * 1)
+    with pytest.raises(
+        CheckpointError, match=r"A replay calls .*sin in a span from outside.*in the checkpointed"
+    ):
         y.sum().backward()
 
 

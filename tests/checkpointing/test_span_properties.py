@@ -79,6 +79,6 @@ def test_any_program(program: Any, levels: list[int], num_losses: int, early_sto
     options = Checkpoint(early_stop=early_stop, check=check)
     leaves = [torch.randn(2, 2, requires_grad=True) for _ in range(2)]
     expected = run(program, leaves, num_losses, models.plainly)
-    found = run(program, leaves, num_losses, caller(Span(options, nested(levels, options))))
+    found = run(program, leaves, num_losses, caller(Span(options, nested(levels))))
     for left, right in zip(found, expected, strict=True):
         assert torch.equal(left, right)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from recoup.checkpointing.arguments import (
 from recoup.checkpointing.digest import digest
 from recoup.checkpointing.mismatch import Kind, kind_of
 
-__all__ = ["FedArguments", "Feed", "Flow", "Outputs", "tensors_in"]
+__all__ = ["FedArguments", "Feed", "Flow", "Outputs", "Place", "rooted", "tensors_in"]
+
+Place: TypeAlias = tuple[int, int]
+"""A call, and a place among the tensors of its output."""
 
 _DEEPEST = 16
 """An output may contain itself."""
@@ -98,14 +101,15 @@ class FedArguments(Arguments):
         super().__init__(tuple(bare[id(t)] for t in held), {})
         self.others = others
 
-    def rebuild_from(self, give: Callable[[Feed], Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Gives the arguments as they were, the fed ones from this replay."""
-        held, _ = self.rebuild()
+    def put_together(
+        self, held: Sequence[Tensor], give: Callable[[Feed], Tensor]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Gives the arguments as they were: those from outside as rebuilt, the fed ones from this replay."""
         # One tensor that was given twice is one again: functions ask whether their key is their value.
         fresh = {
             id(tensor): tensor
             if tensor.requires_grad == needs_grad
-            else tensor.detach().requires_grad_(needs_grad)
+            else rooted(tensor, needs_grad=needs_grad)
             for tensor, needs_grad in zip(held, self._outside.values(), strict=True)
         }
         tensors = {slot: fresh[id(tensor)] for tensor, slot in zip(held, self._outside, strict=True)}
@@ -123,13 +127,13 @@ class Flow:
 
     __slots__ = ("_check", "_expected", "_readers", "_waiting")
 
-    def __init__(self, calls: Iterable[FedArguments], check: str) -> None:
+    def __init__(self, calls: Iterable[FedArguments], check: str, waiting: dict[Place, Tensor]) -> None:
         self._check = check
         self._expected: dict[int, dict[int, Feed]] = {}
         """By call that returns it and place in its output."""
-        self._readers: dict[tuple[int, int], int] = {}
+        self._readers: dict[Place, int] = {}
         """How often each is still to be read."""
-        self._waiting: dict[tuple[int, int], Tensor] = {}
+        self._waiting = waiting
         for arguments in calls:
             for feed in arguments.feeds.values():
                 self._expected.setdefault(feed.call, {})[feed.place] = feed
@@ -155,6 +159,34 @@ class Flow:
         key = feed.call, feed.place
         self._readers[key] -= 1
         return self._waiting[key] if self._readers[key] else self._waiting.pop(key)
+
+    def look_at(self, place: Place) -> Tensor:
+        """A tensor that waits, without what led to it in this replay."""
+        return rooted(self._waiting[place])
+
+
+class _Rooted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def rooted(tensor: Tensor, *, needs_grad: bool | None = None) -> Tensor:
+    """The same memory without its history.
+
+    One that needs a gradient gets a history of one node, and is no leaf: a graph holds its leaves, and functions
+    may not change leaves in place.
+    """
+    if not (tensor.requires_grad if needs_grad is None else needs_grad):
+        return tensor.detach()
+    with torch.enable_grad():
+        root = torch.zeros((), device="cpu", requires_grad=True)
+        made: Tensor = _Rooted.apply(root, tensor)  # type: ignore[no-untyped-call]
+    return made
 
 
 def tensors_in(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:

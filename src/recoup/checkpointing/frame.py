@@ -37,7 +37,16 @@ from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.checkpointing.reach import Reach
-from recoup.checkpointing.replay import CAREFUL, USUAL, Manner, Replayed, is_any_wanted, is_replaying, replay
+from recoup.checkpointing.replay import (
+    CAREFUL,
+    USUAL,
+    Manner,
+    Replayed,
+    is_any_wanted,
+    is_replaying,
+    replay,
+    run_forgetting,
+)
 from recoup.checkpointing.replayable import SEEKING, Replayable, Sought
 from recoup.checkpointing.state import FunctionState
 from recoup.errors import InputChangedError
@@ -64,7 +73,7 @@ class Frame(Replayable):
 
     __slots__ = (
         "_arguments", "_digests", "_environment", "_leaves", "_records", "_replay_context", "_settled", "_state",
-        "fn",
+        "fn", "runs_backward",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +98,8 @@ class Frame(Replayable):
         self._leaves: dict[int, Tensor] = {}
         self._digests: list[Tensor | None] = []
         self._settled = False
+        self.runs_backward = False
+        """Whether the function runs a backward inside."""
 
     def is_idle(self) -> bool:
         """Whether the call was given no tensor and saved none."""
@@ -133,6 +144,11 @@ class Frame(Replayable):
         self._digests.append(digest_of_saved(tensor))
         return self._pack_beside_modules(tensor)
 
+    def note_read(self) -> None:
+        """Autograd needs something back that the call saved; before it has ended, that is for a backward inside."""
+        if not self._settled:
+            self.runs_backward = True
+
     def unpack(self, packed: Record | Leaf) -> Tensor:
         """Autograd needs a saved tensor back."""
         if isinstance(packed, Leaf):
@@ -157,9 +173,8 @@ class Frame(Replayable):
         """Whether anything that the call saved is still wanted."""
         return is_any_wanted(self._records)
 
-    def _run_again(self, *, carefully: bool) -> tuple[dict[int, Tensor], dict[int, int]]:
-        if (slot := self._arguments.first_stale()) is not None:
-            raise self._refuse_argument(slot)
+    def _make(self, key: int, *, carefully: bool) -> tuple[dict[int, Tensor], dict[int, int]]:
+        self.refuse_stale()
         args, kwargs = self._arguments.rebuild()
         values, versions, _ = self.run_as_then(args, kwargs, CAREFUL if carefully else USUAL)
         return values, versions
@@ -194,6 +209,8 @@ class Frame(Replayable):
                 raise
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner) -> Replayed:
+        if manner.forgets:
+            return {}, {}, run_forgetting(self.fn, args, kwargs, runs_backward=self.runs_backward)
         records, leaves, digests = self._records, self._leaves, self._digests
         return replay(self.fn, args, kwargs, self._options, records, leaves, digests, self._settled, manner)
 

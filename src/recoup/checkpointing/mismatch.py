@@ -27,6 +27,7 @@ __all__ = [
     "kind_of",
     "other_parameter",
     "parameter_names",
+    "ran_backward",
     "returned_drifted",
     "returned_otherwise",
     "saved_otherwise",
@@ -176,6 +177,14 @@ def returned_drifted(fn: Any, place: int, kind: Kind) -> ReplayMismatchError:
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. Returned tensor {place + 1},"
         f" {_describe(kind)}, which a later call of the span reads, has other values than in the forward.\n{_CAUSES}"
+    )
+
+
+def ran_backward(fn: Any) -> ReplayMismatchError:
+    """The replay runs a backward inside, where the forward ran none."""
+    return ReplayMismatchError(
+        f"{describe_function(fn)}: the replay does not repeat the forward. It runs a backward inside, and the forward"
+        f" ran none.\n{_CAUSES}"
     )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAREFUL",
+    "FORGETFUL",
     "USUAL",
     "Manner",
     "Replayed",
@@ -30,6 +31,7 @@ __all__ = [
     "pop_hooks",
     "push_hooks",
     "replay",
+    "run_forgetting",
     "run_with_hooks",
 ]
 
@@ -68,12 +70,13 @@ class Manner(NamedTuple):
     """Compare each tensor while the operation that saves it runs."""
     to_end: bool = False
     """Do not stop early: the output is wanted, too."""
-    through: Callable[..., Any] | None = None
-    """Runs ``through(fn, *args, **kwargs)`` instead of ``fn(*args, **kwargs)``."""
+    forgets: bool = False
+    """Nothing but the output is wanted."""
 
 
 USUAL = Manner()
 CAREFUL = Manner(carefully=True)
+FORGETFUL = Manner(to_end=True, forgets=True)
 
 Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, int], Any]
 """The wanted tensors by position, their version counters where these are not 0, and the output, if it got there."""
@@ -119,9 +122,8 @@ def replay(
     Raises:
         ReplayMismatchError: it saved other tensors than the forward.
     """
-    carefully, to_end, through = manner
-    compare = partial(_compare, fn, records, digests) if carefully else None
-    replayed, num_saved = run_with_hooks(fn, args, kwargs, options, records, leaves, compare, to_end, through)
+    compare = partial(_compare, fn, records, digests) if manner.carefully else None
+    replayed, num_saved = run_with_hooks(fn, args, kwargs, options, records, leaves, compare, manner.to_end)
     values = replayed[0]
     # All at once, after the run: in the hook, between operations, the same costs twice as much.
     if options.check == "metadata":
@@ -145,7 +147,6 @@ def run_with_hooks(
     leaves: dict[int, Tensor],
     compare: Callable[[int, Tensor], None] | None,
     to_end: bool,
-    through: Callable[..., Any] | None,
 ) -> tuple[Replayed, int]:
     """Runs the function and sets aside what it saves and is wanted; also returns how much it saved in all."""
     values: dict[int, Tensor] = {}
@@ -191,7 +192,7 @@ def run_with_hooks(
     torch._C._set_grad_enabled(True)
     push_hooks(pack if compare is None else pack_carefully, unpack)
     try:
-        output = fn(*args, **kwargs) if through is None else through(fn, *args, **kwargs)
+        output = fn(*args, **kwargs)
     except _StopReplay:
         pass
     except BaseException as error:
@@ -209,6 +210,47 @@ def run_with_hooks(
         missing = next(position for position, want in enumerate(wanted) if want and position not in result)
         raise mismatch.saved_too_few(fn, records[missing], num_records, num_saved)
     return (result, versions, output), num_saved
+
+
+def run_forgetting(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, runs_backward: bool
+) -> Any:
+    """Runs the function for its output alone.
+
+    Args:
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        runs_backward: it runs a backward inside, so what it saves has to stay until it returns.
+    """
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor.detach())
+        return len(saved) - 1
+
+    _depth.value += 1
+    grad_mode = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    if runs_backward:
+        push_hooks(pack, saved.__getitem__)
+    else:
+        push_hooks(_forget, partial(_refuse_forgotten, fn))
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        pop_hooks()
+        torch._C._set_grad_enabled(grad_mode)
+        _depth.value -= 1
+        saved.clear()
+
+
+def _forget(tensor: Tensor) -> None:
+    return None
+
+
+def _refuse_forgotten(fn: Callable[..., Any], _: None) -> Tensor:
+    raise mismatch.ran_backward(fn)
 
 
 def _compare(

@@ -75,8 +75,21 @@ class Replayable(ABC):
         self._lock = threading.RLock()
 
     @abstractmethod
-    def _run_again(self, *, carefully: bool) -> tuple[dict[Any, Tensor], dict[Any, int]]:
-        """Replays; returns what is wanted, by key, and the version counters that are not 0."""
+    def _make(self, key: Any, *, carefully: bool) -> tuple[dict[Any, Tensor], dict[Any, int]]:
+        """Replays until a wanted value is there; returns it and others, and the version counters that are not 0."""
+
+    def _is_ahead(self, key: Any) -> bool:
+        """Whether the replay of this backward has yet to get to a value, from where it left off."""
+        return False
+
+    def _has_left(self) -> bool:
+        """Whether there is anything to drop when the backward ends."""
+        return bool(self._values)
+
+    def _drop(self) -> None:
+        """Lets go of all that replays have left."""
+        self._values = {}
+        self._versions = {}
 
     def _fetch(self, key: Any) -> Tensor:
         """Gives a value that has not been made yet, or was handed out before."""
@@ -88,20 +101,26 @@ class Replayable(ABC):
             tensor: Tensor | None = self._values.pop(key, None)
             if tensor is not None:
                 return tensor
-            self._values = {}
+            in_backward = task != _NO_TASK
+            is_new = not in_backward or task != self._task
+            if is_new or not self._is_ahead(key):
+                self._drop()
+                if not is_new:  # read a second time
+                    self._values = _Lasting()
             try:
-                values, self._versions = self._run_again(carefully=self._options.check == "values")
+                values, versions = self._make(key, carefully=self._options.check == "values")
             except ReplayMismatchError as error:
-                raise self._locate(error) from None
+                raise self._locate(key, error) from None
+            if not in_backward:
+                self._drop()
+                return values[key]
             # Taken before the others are there for all to see.
-            tensor = values.pop(key)
-            if task == self._task and task != _NO_TASK:  # read a second time
-                values[key] = tensor
-                self._values = _Lasting(values)
-            elif task != _NO_TASK:
+            tensor = values[key] if isinstance(self._values, _Lasting) else values.pop(key)
+            self._versions.update(versions)
+            self._values.update(values)
+            if is_new:
                 self._task = task
-                self._values = values
-                if values:
+                if self._has_left():
                     # Weakly: the callback lives until the backward ends, the frame should not.
                     _queue_callback(partial(_forget, weakref.ref(self), task))
             return tensor
@@ -110,15 +129,16 @@ class Replayable(ABC):
         """Drops what a backward that has ended left over."""
         with self._lock:
             if self._task == task:
-                self._values = {}
+                self._drop()
                 self._task = _NO_TASK
 
-    def _locate(self, error: ReplayMismatchError) -> ReplayMismatchError:
+    def _locate(self, key: Any, error: ReplayMismatchError) -> ReplayMismatchError:
         """Replays once more, comparing every tensor while the operation that saves it runs: that can say where."""
         if self._options.check != "metadata":
             return error
+        self._drop()
         try:
-            self._run_again(carefully=True)
+            self._make(key, carefully=True)
         except ReplayMismatchError as located:
             return located
         except Exception:

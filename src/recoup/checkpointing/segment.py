@@ -15,30 +15,37 @@ NOTE [ How a span works ]
    in the replay only. A *function* that captures what an earlier call of its span returned does make a cycle,
    until the backward: that belongs among the arguments.
 6. A call that raises ends its segment. Its frame stays, for what it left in the graph.
-7. Spans in spans: an inner span's arguments go through the hooks of the outer call around each of its calls. The
-   replay of the outer span must make them again in the same order, so its inner spans are made anew by ``begin``.
+7. Groups: a replay runs the calls of a group for their outputs alone, and leaves behind what they are given, a
+   *start*. From there the group is replayed when the backward gets to it, with the groups inside it treated likewise.
+   A group that ends a replay does not run at all before that. However deep groups lie in each other, a call has one
+   frame, and each of its runs costs the same.
+8. A start goes when its replay begins. If one was changed in place by its group's calls, or what is wanted lies
+   before all starts (a second backward, a value read twice), the replay begins at the first call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from sys import maxsize
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from recoup.checkpointing.feeding import FedArguments, Flow
+from recoup.checkpointing.arguments import versions_of
+from recoup.checkpointing.feeding import FedArguments, Flow, Place
 from recoup.checkpointing.frame import Frame, Leaf
+from recoup.checkpointing.groups import Group
 from recoup.checkpointing.mismatch import Record
-from recoup.checkpointing.replay import Manner
+from recoup.checkpointing.replay import FORGETFUL, Manner
 from recoup.checkpointing.replayable import SEEKING, Replayable, Sought
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
 
-__all__ = ["Begin", "Segment"]
+__all__ = ["Segment"]
 
-Begin: TypeAlias = Callable[[], Callable[..., Any]]
 _Key: TypeAlias = tuple[int, int]
 """The index of a call and a position among what it saved."""
 
@@ -48,15 +55,40 @@ class _Call(NamedTuple):
     arguments: FedArguments
 
 
+@dataclass(slots=True)
+class _Start:
+    """Where a replay of some calls begins: their group, and what is given to them from before it."""
+
+    group: Group
+    fed: dict[Place, Tensor]
+    outside: dict[int, Sequence[Tensor]] = field(default_factory=dict)
+    """Arguments from outside the span, by call, that an earlier replay asked of hooks around the span."""
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = versions_of(list(self.fed.values()))
+
+    def is_stale(self) -> bool:
+        return versions_of(list(self.fed.values())) != self.versions
+
+
+class _Made(NamedTuple):
+    """What replays have set aside."""
+
+    values: dict[_Key, Tensor]
+    versions: dict[_Key, int]
+
+
 class Segment(Replayable):
     """What is left of the calls of a span."""
 
-    __slots__ = ("_begin", "_calls")
+    __slots__ = ("_calls", "_starts", "_whole")
 
-    def __init__(self, options: Checkpoint, begin: Begin) -> None:
+    def __init__(self, options: Checkpoint, groups: tuple[Group, ...] = ()) -> None:
         super().__init__(options)
-        self._begin = begin
         self._calls: list[_Call] = []
+        self._whole = Group(0, maxsize, groups)
+        self._starts: list[_Start] = []
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -72,44 +104,102 @@ class Segment(Replayable):
         return partial(self._unpack, len(self._calls) - 1)
 
     def _unpack(self, index: int, packed: Record | Leaf) -> Tensor:
+        frame = self._calls[index].frame
+        frame.note_read()
         if isinstance(packed, Leaf):
             if SEEKING.active:
                 raise Sought(self)
-            return self._calls[index].frame.unpack(packed)
+            return frame.unpack(packed)
         key = index, packed[0]
         tensor = self._values.pop(key, None)
         if tensor is None:
             tensor = self._fetch(key)
         if tensor._version and tensor._version != self._versions.get(key, 0):
-            raise self._calls[index].frame.refuse_saved(packed[0])
+            raise frame.refuse_saved(packed[0])
         return tensor
 
-    def _run_again(self, *, carefully: bool) -> tuple[dict[_Key, Tensor], dict[_Key, int]]:
-        values: dict[_Key, Tensor] = {}
-        versions: dict[_Key, int] = {}
-        calls = self._calls_to_replay()
-        flow = Flow((call.arguments for call in calls), self._options.check)
-        through = self._begin()
-        for index, (frame, arguments) in enumerate(calls):
-            frame.refuse_stale()
-            args, kwargs = arguments.rebuild_from(flow.give)
-            is_last = index == len(calls) - 1
-            manner = Manner(carefully, to_end=not is_last, through=through)
-            made, made_versions, output = frame.run_as_then(args, kwargs, manner)
-            values.update(((index, position), tensor) for position, tensor in made.items())
-            versions.update(((index, position), version) for position, version in made_versions.items())
-            if not is_last:
-                flow.put(index, frame.fn, output)
-            # Nothing but its readers may keep an output while the next call runs.
-            del args, kwargs, made, output
-        return values, versions
+    def _is_ahead(self, key: _Key) -> bool:
+        return any(key[0] in start.group for start in self._starts)
 
-    def _calls_to_replay(self) -> list[_Call]:
-        """The calls up to the last one from which something is wanted."""
-        last = len(self._calls) - 1
-        while not self._calls[last].frame.is_wanted():
-            last -= 1
-        return self._calls[: last + 1]
+    def _has_left(self) -> bool:
+        return bool(self._values or self._starts)
+
+    def _drop(self) -> None:
+        super()._drop()
+        self._starts = []
+
+    def _make(self, key: _Key, *, carefully: bool) -> tuple[dict[_Key, Tensor], dict[_Key, int]]:
+        made = _Made({}, {})
+        while key not in made.values:
+            self._replay_from(self._take_start(key[0]), made, carefully=carefully)
+        return made
+
+    def _take_start(self, index: int) -> _Start:
+        """The start of the smallest part that a replay has reached and that has this call in it."""
+        for position, start in enumerate(self._starts):
+            if index in start.group:
+                del self._starts[position]
+                if not start.is_stale():
+                    return start
+                self._whole = Group(0, maxsize)
+                break
+        self._starts.clear()
+        return _Start(self._whole, {})
+
+    def _replay_from(self, start: _Start, made: _Made, *, carefully: bool) -> None:
+        """Replays the calls of a part; those of groups inside it for their outputs only."""
+        first, end = start.group.first, self._end_of_wanted(start.group)
+        flow = Flow((call.arguments for call in self._calls[first:end]), self._options.check, start.fed)
+        start.fed = {}  # from here on it is the flow that lets go of each tensor with its last reader
+        groups = {group.first: group for group in start.group.groups}
+        index = first
+        while index < end:
+            group = groups.get(index)
+            if group is None:
+                self._replay_call(index, start, flow, made, Manner(carefully, to_end=index < end - 1))
+                index += 1
+                continue
+            inner = self._start_of(group, start, flow)
+            if self._end_of_wanted(group) > group.first:
+                self._starts.append(inner)
+            if end <= group.last + 1:
+                return  # nothing after it needs its outputs
+            for index in range(group.first, group.last + 1):
+                inner.outside[index] = self._replay_call(index, start, flow, made, FORGETFUL)
+            index = group.last + 1
+
+    def _replay_call(
+        self, index: int, start: _Start, flow: Flow, made: _Made, manner: Manner
+    ) -> Sequence[Tensor]:
+        """Replays one call; returns what it was given from outside the span."""
+        frame, arguments = self._calls[index]
+        frame.refuse_stale()
+        outside = start.outside.get(index)
+        if outside is None:
+            outside, _ = arguments.rebuild()
+        args, kwargs = arguments.put_together(outside, flow.give)
+        values, versions, output = frame.run_as_then(args, kwargs, manner)
+        made.values.update(((index, position), tensor) for position, tensor in values.items())
+        made.versions.update(((index, position), version) for position, version in versions.items())
+        if manner.to_end:
+            flow.put(index, frame.fn, output)
+        # Nothing but its readers keeps an output while the next call runs: this returns none of it.
+        return outside
+
+    def _start_of(self, group: Group, around: _Start, flow: Flow) -> _Start:
+        """What the calls of a group are given from before it, as far as this replay has it."""
+        calls = self._calls[group.first : group.last + 1]
+        feeds = (feed for call in calls for feed in call.arguments.feeds.values())
+        places = {(feed.call, feed.place) for feed in feeds if feed.call < group.first}
+        outside = {index: given for index, given in around.outside.items() if index in group}
+        return _Start(group, {place: flow.look_at(place) for place in places}, outside)
+
+    def _end_of_wanted(self, group: Group) -> int:
+        """One past the last call of a group from which something is wanted."""
+        end = min(group.last + 1, len(self._calls))
+        while end > group.first and not self._calls[end - 1].frame.is_wanted():
+            end -= 1
+        return end
 
     def __repr__(self) -> str:
         num_calls = len(self._calls)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from recoup.checkpointing.api import not_callable, run_traced
 from recoup.checkpointing.feeding import FedArguments, Outputs
+from recoup.checkpointing.groups import Group, check_groups
 from recoup.checkpointing.mismatch import describe_function
 from recoup.checkpointing.replay import depth, pop_hooks, push_hooks
-from recoup.checkpointing.segment import Begin, Segment
+from recoup.checkpointing.segment import Segment
 from recoup.errors import CheckpointError
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
 
 __all__ = ["Span"]
-
-
-def _call_directly(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return fn(*args, **kwargs)
-
-
-def _plain() -> Callable[..., Any]:
-    return _call_directly
 
 
 class Span:
@@ -40,9 +33,8 @@ class Span:
 
     Args:
         options: as for a checkpoint of one function.
-        begin: is called when the span is made and at the start of every replay, and returns what each of these then
-            runs the calls through: ``through(fn, *args, **kwargs)``. With it, spans nest: ``through`` may run calls
-            in spans of its own, which ``begin`` (or ``through``) has to make anew each time.
+        groups: consecutive calls that the replay forgets again: it runs them, holds what the group is given, and
+            replays the group when the backward gets to it. Groups lie in each other as deep as you like.
 
     >>> from recoup import Checkpoint
     >>> x = torch.tensor([2.0, 3.0], requires_grad=True)
@@ -55,20 +47,18 @@ class Span:
     tensor([ 1024., 17496.])
     """
 
-    __slots__ = (
-        "_begin", "_depth", "_is_closed", "_is_running", "_options", "_outputs", "_segment", "_through",
-    )  # fmt: skip
+    __slots__ = ("_depth", "_groups", "_is_closed", "_is_running", "_options", "_outputs", "_segment")
 
-    def __init__(self, options: Checkpoint, begin: Begin = _plain) -> None:
+    def __init__(self, options: Checkpoint, groups: Sequence[Group] = ()) -> None:
         self._options = options
-        self._begin = begin
+        self._groups = tuple(groups)
+        check_groups(self._groups)
         self._depth: int | None = None
         """Of replays inside each other, at the first call."""
         self._is_closed = False
         self._is_running = False
         self._segment: Segment | None = None
         self._outputs = Outputs(with_digest=options.check == "values")
-        self._through: Callable[..., Any] | None = begin()
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``fn(*args, **kwargs)`` as the next call of the span.
@@ -86,14 +76,12 @@ class Span:
             return run_traced(self._options, fn, args, kwargs)
         self._refuse_misuse(fn)
         if not torch.is_grad_enabled():
-            # Not through `begin`'s function: the replay will not make this call, and what counts calls must agree.
             return fn(*args, **kwargs)
-        through = self._reach_through()
         if self._segment is None:
-            self._segment = Segment(self._options, self._begin)
+            self._segment = Segment(self._options, self._groups)
         self._is_running = True
         try:
-            output = self._run(self._segment, through, fn, args, kwargs)
+            output = self._run(self._segment, fn, args, kwargs)
         except BaseException:
             self._let_go()
             raise
@@ -107,31 +95,20 @@ class Span:
         self._let_go()
 
     def _run(
-        self,
-        segment: Segment,
-        through: Callable[..., Any],
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, segment: Segment, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         frame = segment.add(fn, FedArguments(args, kwargs, self._outputs.find))
         push_hooks(frame.pack_hook(), segment.unpack_hook())
         try:
-            output = through(fn, *args, **kwargs)
+            output = fn(*args, **kwargs)
         finally:
             pop_hooks()
         frame.settle()
         self._outputs.note(len(segment) - 1, output)
         return output
 
-    def _reach_through(self) -> Callable[..., Any]:
-        if self._through is None:  # after a call that raised
-            self._through = self._begin()
-        return self._through
-
     def _let_go(self) -> None:
         self._segment = None
-        self._through = None
         self._outputs = Outputs(with_digest=self._options.check == "values")
 
     def _refuse_misuse(self, fn: Any) -> None:
@@ -151,5 +128,5 @@ class Span:
         elif self._depth != depth():
             raise CheckpointError(
                 f"A replay calls {describe_function(fn)} in a span from outside that replay. Make inner spans where a"
-                " replay makes them again: in `begin`, or in the checkpointed function itself."
+                " replay makes them again: in the checkpointed function itself."
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from recoup.engines.plans import ModelPlan
 from recoup.engines.running import Nesting, PlannedCall, Run
-from recoup.engines.tree import Item, Leaf, Segment
+from recoup.engines.tree import Item, Segment, leaves_of
 from recoup.errors import ApplyError
 from recoup.measuring.caches import CachelessForward, cached_models
 from recoup.measuring.intercept import StandIn, install, installed, uninstall
@@ -171,19 +171,11 @@ def _planned_units(plan: ModelPlan) -> dict[int, tuple[str, ...]]:
     """Units that are not simply kept, each with the modules inside that any of its recipes checkpoints."""
     planned: dict[int, tuple[str, ...]] = {}
     for item in plan.items:
-        for leaf in _leaves(item):
+        for leaf in leaves_of([item]):
             recipe = plan.recipe(leaf)
             if isinstance(item, Segment) or recipe != KEEP:
                 planned[leaf.unit] = recipe.inner
     return planned
-
-
-def _leaves(item: Item) -> Iterator[Leaf]:
-    if isinstance(item, Leaf):
-        yield item
-    else:
-        for inner in item.items:
-            yield from _leaves(inner)
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -3,8 +3,8 @@
 NOTE [ How a fitted model runs ]
     1. Each unit of the plan that is not simply kept has a stand-in for its forward. The user's code calls it as before.
     2. Outside a segment it runs under its recipe: plain, checkpointed, or with calls inside it checkpointed.
-    3. The units of a segment share one `Span`, opened by the first and left by the last. Its replay runs a `Run` of its
-       own over the segment's items, which opens spans inside: nested segments need no further rule.
+    3. The units of a segment share one `Span`, opened by the first and left by the last. Segments inside it are groups
+       of that span's calls: its replay forgets them again.
     4. What a unit calls belongs to it: a unit that another one calls runs plainly there, as it was measured.
     5. The graph is always the real one. If the user's code does something else than in the measured step, gradients
        stay right; only the memory may differ.
@@ -17,10 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from recoup.checkpointing import Checkpoint
-from recoup.checkpointing.span import Span
-from recoup.engines.tree import Item, Leaf, Segment
-from recoup.measuring.options import Recipe, run_recipe
+from recoup.checkpointing import Checkpoint, Group, Span
+from recoup.engines.tree import Item, Leaf, Segment, leaves_of
+from recoup.measuring.options import KEEP, Recipe, run_recipe
 
 __all__ = ["Nesting", "PlannedCall", "Run"]
 
@@ -57,29 +56,44 @@ class PlannedCall:
             nesting.is_inside = before
 
 
+class _CallUnder:
+    """A unit's call under its recipe, as one function of a span."""
+
+    __slots__ = ("__name__", "__self__", "__wrapped__", "recipe")
+
+    def __init__(self, call: PlannedCall, recipe: Recipe) -> None:
+        self.__self__, self.__name__, self.__wrapped__ = call.module, "forward", call
+        self.recipe = recipe
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_recipe(self.recipe, self.__self__, self.__wrapped__, args, kwargs)
+
+
 class Run:
     """One pass over a list of items, call by call."""
 
     def __init__(self, items: Sequence[Item], recipes: Recipes) -> None:
         self._item_of = {unit: item for item in items for unit in range(item.first, item.last + 1)}
-        self._recipes = recipes
+        self._recipe_of = {leaf.unit: recipes[leaf.unit][leaf.option] for leaf in leaves_of(items)}
         self._segment: Segment | None = None
         self._span: Span | None = None
 
     def __call__(self, call: PlannedCall, *args: Any, **kwargs: Any) -> Any:
         """Runs a unit's call as its item says."""
-        item = self._item_of[call.unit]
+        item, recipe = self._item_of[call.unit], self._recipe_of[call.unit]
         if isinstance(item, Leaf):
-            recipe = self._recipes[item.unit][item.option]
             return run_recipe(recipe, call.module, call, args, kwargs)
         if item is not self._segment or call.unit == item.first or self._span is None:
-            self._segment, self._span = item, self._open(item)
+            self._segment, self._span = item, Span(_CHECKPOINT, _groups(item))
         span = self._span
         if call.unit == item.last:
             # Not a moment longer than needed: the span holds the segment's input.
             self._segment = self._span = None
-        return span.call(call, args, kwargs)
+        return span.call(call if recipe == KEEP else _CallUnder(call, recipe), args, kwargs)
 
-    def _open(self, segment: Segment) -> Span:
-        recipes = self._recipes
-        return Span(_CHECKPOINT, lambda: Run(segment.items, recipes))
+
+def _groups(segment: Segment, offset: int | None = None) -> tuple[Group, ...]:
+    """The segments inside a segment, by calls of its span, which are numbered from 0."""
+    offset = segment.first if offset is None else offset
+    inner = [item for item in segment.items if isinstance(item, Segment)]
+    return tuple(Group(item.first - offset, item.last - offset, _groups(item, offset)) for item in inner)

@@ -6,14 +6,14 @@ forward and keep only the segment's input. A segment's replay is such a list aga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from recoup.errors import ScheduleError
 from recoup.planning import Action, Backward, Forward, Keep, Schedule
 
-__all__ = ["Item", "Leaf", "Segment", "tree_of"]
+__all__ = ["Item", "Leaf", "Segment", "leaves_of", "tree_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,15 @@ class Segment:
 
 
 Item: TypeAlias = Leaf | Segment
+
+
+def leaves_of(items: Iterable[Item]) -> Iterator[Leaf]:
+    """The units of some items, each under the option that it has in its backward."""
+    for item in items:
+        if isinstance(item, Leaf):
+            yield item
+        else:
+            yield from leaves_of(item.items)
 
 
 def tree_of(schedule: Schedule, num_units: int) -> tuple[Item, ...]:
