@@ -25,11 +25,13 @@ class Effort:
         large_kinds: kinds that save a share of the memory worth deciding about in detail.
         num_partial: how many recipes that recompute parts of a unit.
         repeats: how often each is timed.
+        warm_up: how often each runs before that; what measured its bytes was a run, too.
     """
 
     large_kinds: frozenset[Any] = field(repr=False)
     num_partial: int
     repeats: int
+    warm_up: int
 
     @classmethod
     def for_calls(cls, calls: Sequence[SeenCall]) -> Effort:
@@ -40,8 +42,10 @@ class Effort:
         total = sum(saved.values())
         large = frozenset(kind for kind, size in saved.items() if size > _SMALL_SHARE * total)
         if len(large) <= 2:
-            return cls(large, num_partial=4, repeats=3)
-        return cls(large, num_partial=2 if len(large) <= 4 else 1, repeats=2 if len(large) <= 4 else 1)
+            return cls(large, num_partial=4, repeats=3, warm_up=1)
+        if len(large) <= 4:
+            return cls(large, num_partial=2, repeats=2, warm_up=1)
+        return cls(large, num_partial=1, repeats=1, warm_up=0)
 
     def recipes(
         self, seen: SeenCall, inside_s: Mapping[str, float], unsafe: Mapping[str, str]

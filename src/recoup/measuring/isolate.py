@@ -147,7 +147,7 @@ def forward_and_backward(call: UnitCall, recipe: Recipe) -> tuple[Callable[[], N
 
 
 def measure_seconds(
-    call: UnitCall, recipe: Recipe, meter: Meter, *, repeats: int, warm_up: int = 1
+    call: UnitCall, recipe: Recipe, meter: Meter, *, repeats: int, warm_up: int
 ) -> CallSeconds:
     """Times a call outside ``meter.watching()``: medians of several runs, one behind the other."""
     runs = (forward_and_backward(call, recipe) for _ in range(repeats + warm_up))

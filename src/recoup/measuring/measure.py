@@ -299,7 +299,9 @@ class _Measurement:
             kind = kinds.get(call.index)
             if kind is not None:
                 for recipe in measured_bytes[kind]:
-                    found[kind][recipe] = measure_seconds(call, recipe, self.meter, repeats=effort.repeats)
+                    found[kind][recipe] = measure_seconds(
+                        call, recipe, self.meter, repeats=effort.repeats, warm_up=effort.warm_up
+                    )
 
         with self._inner_forwards():
             return time_code(self.step, self.units, self.meter, at_call), found

@@ -27,6 +27,7 @@ from recoup.measuring.calls import module_names
 from recoup.measuring.hardware.kernels import CudaKernels
 from recoup.measuring.hardware.machine import Hardware
 from recoup.measuring.hardware.roofline import operation_s
+from recoup.measuring.hardware.workspaces import workspace_bytes
 from recoup.measuring.meter import CpuMeter
 from recoup.measuring.preserve import preserving
 from recoup.measuring.rehearsal import _Replacing
@@ -44,24 +45,28 @@ _CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
 
 
-class _RoundingTracker(MemoryTracker):
-    """Counts as an allocator does that rounds sizes up."""
+class _HardwareTracker(MemoryTracker):
+    """Counts as some hardware's allocator does, which rounds sizes up, and with what its kernels take."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing compiled runs here, and to say so at every operation takes longer than the operation."""
         return False
 
-    def __init__(self, rounding_bytes: int) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         super().__init__()
-        self._rounding_bytes = rounding_bytes
+        self._rounding_bytes = hardware.rounding_bytes
+        self._is_gpu = hardware.device_type == "cuda"
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is _DEVICE:
             return _CPU
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._is_gpu and (taken_bytes := workspace_bytes(func, args, result)):
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes + taken_bytes)
+        return result
 
     def _resized(self, known: Any, num_bytes: int) -> None:
         rounded = -(-max(0, num_bytes - known.base_bytes) // self._rounding_bytes) * self._rounding_bytes
@@ -172,8 +177,8 @@ class FakeMeter(CpuMeter):
         return f"{self.hardware.name} (estimated)"
 
     def make_tracker(self) -> MemoryTracker:
-        """One that rounds sizes."""
-        return _RoundingTracker(self.rounding_bytes)
+        """One that counts as the hardware does."""
+        return _HardwareTracker(self.hardware)
 
     def stamp(self) -> float:
         """What all operations so far would have taken."""

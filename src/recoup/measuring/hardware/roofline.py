@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from recoup.measuring.hardware.machine import Hardware
 
-__all__ = ["num_flops", "num_moved_bytes", "operation_s"]
+__all__ = ["allows_tf32", "num_flops", "num_moved_bytes", "operation_s"]
 
 # They only reserve or relabel memory, though their schemas do not say so.
 _FREE = frozenset(
@@ -49,7 +49,7 @@ def operation_s(func: Any, args: Any, kwargs: Any, result: Any, hardware: Hardwa
     flops = num_flops(func, args, kwargs, result)
     if flops:
         dtype = next(tensor.dtype for tensor in _tensors(args) if tensor.is_floating_point())
-        rate = hardware.flops_per_s(dtype, allow_tf32=_allows_tf32(func._schema.name))
+        rate = hardware.flops_per_s(dtype, allow_tf32=allows_tf32(func._schema.name))
         seconds = max(seconds, flops / rate)
     return seconds
 
@@ -131,7 +131,7 @@ def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return args[index] if index < len(args) else kwargs.get(name, default)
 
 
-def _allows_tf32(name: str) -> bool:
+def allows_tf32(name: str) -> bool:
     """Whether torch may round the factors of float32 products, as its settings stand."""
     try:
         if "conv" in name:
