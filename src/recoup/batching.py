@@ -338,6 +338,7 @@ def _option_between(first: Option, second: Option, line: Callable[[float, float]
         backward_s=line(first.backward_s, second.backward_s),
         held_bytes=round(line(first.held_bytes, second.held_bytes)),
         holds_output=first.holds_output or second.holds_output,
+        freed_input_bytes=int(line(first.freed_input_bytes, second.freed_input_bytes)),
         forward_transient_bytes=round(line(first.forward_transient_bytes, second.forward_transient_bytes)),
         backward_transient_bytes=round(line(first.backward_transient_bytes, second.backward_transient_bytes)),
     )

@@ -79,6 +79,7 @@ class TestMlp:
             held_bytes=2 * self.hidden,
             holds_output=False,
             backward_peak_bytes=self.backward_peak(),
+            holds_arguments=(True,),
         )
 
     def test_recompute(self) -> None:
@@ -124,31 +125,63 @@ class TestMlp:
 
     def test_nothing_needs_a_gradient(self) -> None:
         cost = measured(nn.Linear(6, 10).requires_grad_(False), needs_grad=False)
-        assert cost == CallBytes(self.hidden, self.hidden, 0, False, 0)
+        assert cost == CallBytes(self.hidden, self.hidden, 0, False, 0, (False,))
 
 
 @pytest.mark.parametrize(
     ("unit", "expected"),
     [
         # It saves its own output.
-        (nn.Tanh(), CallBytes(X, X, 0, True, 2 * X)),
-        (nn.ReLU(), CallBytes(X, X, 0, True, 2 * X)),
+        (nn.Tanh(), CallBytes(X, X, 0, True, 2 * X, (False,))),
+        (nn.ReLU(), CallBytes(X, X, 0, True, 2 * X, (False,))),
         # On the CPU dropout multiplies by a float mask, and does not save its argument.
-        (nn.Dropout(0.5), CallBytes(2 * X, X, X, False, 2 * X)),
+        (nn.Dropout(0.5), CallBytes(2 * X, X, X, False, 2 * X, (False,))),
         # The gradient passes through.
-        (Body(lambda self, x: x + 1), CallBytes(X, X, 0, False, X)),
+        (Body(lambda self, x: x + 1), CallBytes(X, X, 0, False, X, (False,))),
         # A view takes no memory, nor does the gradient of its argument.
-        (Body(lambda self, x: x.view(8, 3)), CallBytes(0, 0, 0, False, X)),
-        (Body(lambda self, x: x.t()), CallBytes(0, 0, 0, False, X)),
+        (Body(lambda self, x: x.view(8, 3)), CallBytes(0, 0, 0, False, X, (False,))),
+        (Body(lambda self, x: x.t()), CallBytes(0, 0, 0, False, X, (False,))),
         # x + 1 is saved for the gradients of both factors, and counts once.
-        (Body(square_of_next), CallBytes(2 * X, X, X, False, 3 * X)),
-        # The argument and the parameter live anyway.
-        (Body(lambda self, x: x * self.weight), CallBytes(X, X, 0, False, 3 * X + 6 * 4)),
+        (Body(square_of_next), CallBytes(2 * X, X, X, False, 3 * X, (False,))),
+        # The argument and the parameter live anyway; the graph holds them.
+        (Body(lambda self, x: x * self.weight), CallBytes(X, X, 0, False, 3 * X + 6 * 4, (True,))),
     ],
     ids=["tanh", "relu", "dropout", "add", "view", "transpose", "saved twice", "parameter"],
 )
 def test_small_units(unit: nn.Module, expected: CallBytes) -> None:
     assert measured(unit) == expected
+
+
+class TestArguments:
+    """Who holds them: their storages live anyway, as the code around holds them."""
+
+    def unit(self) -> nn.Module:
+        """It adds to its argument, and saves a copy of it; but a checkpoint of its first layer holds the argument."""
+
+        class Copying(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = Body(lambda self, x: (2 * x) * self.weight)
+
+            def forward(self, x: Tensor, y: Tensor) -> Tensor:
+                return x + self.layer(x).sigmoid() * y
+
+        return Copying()
+
+    def held(self, recipe: Recipe, *, needs_grad: bool = True) -> tuple[bool, ...]:
+        unit = self.unit()
+        args = torch.randn(4, 6, requires_grad=needs_grad), torch.randn(4, 6)
+        with intercepted({unit.layer: InnerForward(unit.layer)}):
+            return measured(unit, *args, recipe=recipe).holds_arguments
+
+    @pytest.mark.parametrize("needs_grad", [False, True])
+    def test_it_depends_on_the_recipe(self, needs_grad: bool) -> None:
+        assert self.held(KEEP, needs_grad=needs_grad) == (False, True)
+        assert self.held(Recipe(inner=("layer",)), needs_grad=needs_grad) == (True, True)
+        assert self.held(RECOMPUTE, needs_grad=needs_grad) == (True, True)
+
+    def test_a_view_of_an_argument(self) -> None:
+        assert measured(Body(lambda self, x: x.view(8, 3).square())).holds_arguments == (True,)
 
 
 def test_outputs_that_share_a_storage_count_once() -> None:

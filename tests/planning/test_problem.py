@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,10 @@ HOST = Link("host", send_bytes_per_s=10.0, fetch_bytes_per_s=5.0)
 
 def unit(name: str = "a", **changes: object) -> Unit:
     return Unit(name, [KEEP, LIGHT], **{"output_bytes": 4, **changes})  # type: ignore[arg-type]
+
+
+def freeing(freed_input_bytes: int) -> Unit:
+    return Unit("b", [replace(KEEP, freed_input_bytes=freed_input_bytes)], output_bytes=4)
 
 
 def test_values_compare_hash_and_take_sequences() -> None:
@@ -53,6 +58,9 @@ def test_defaults_and_derived_figures() -> None:
         (lambda: Problem([unit()], links=[HOST, HOST]), "Two links are called 'host'"),
         (lambda: Problem([unit("a"), unit("b", skips=[0])]), r"'b' \(index 1\) skips from unit 0"),
         (lambda: Problem([unit("a"), unit("b"), unit("c", skips=[0, 0])]), "names a skip twice"),
+        (lambda: Problem([unit("a"), freeing(5)]), "'keep' frees 5 bytes of the unit's input, which has 4"),
+        (lambda: Problem([freeing(1)]), "which has 0 that may go: the first input stays"),
+        (lambda: freeing(-1), "freed_input_bytes must be a whole number of bytes, at least 0; got -1"),
         (lambda: Problem([unit(output_links=["disk"])]), "may move over disk, which is not among"),
         (lambda: Link("host", send_bytes_per_s=0, fetch_bytes_per_s=1), "bandwidths must be above 0"),
         (lambda: Problem([unit()]).link("disk"), "no link 'disk'; the problem's links: none"),

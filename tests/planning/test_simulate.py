@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from recoup.errors import ScheduleError
@@ -291,6 +293,47 @@ def test_a_unit_that_runs_once_may_choose_among_its_options(option: int) -> None
     once, often = simulate(chain(once=1), Schedule(around)), simulate(chain(), Schedule(around))
     assert once == often
     assert once.num_recomputes == (1, option, 0)
+
+
+class TestFreedInputs:
+    """Unit 1's option does without 10 of the 13 bytes of unit 0's output."""
+
+    def problem(self, *, holds_output: bool = False, skips: tuple[int, ...] = ()) -> Problem:
+        def unit(name: str, held: int, output: int, **options: Any) -> Unit:
+            own = {
+                name: options.pop(name) for name in ("holds_output", "freed_input_bytes") if name in options
+            }
+            option = Option("keep", forward_s=1, backward_s=2, held_bytes=held, **own)
+            return Unit(name, [option], output_bytes=output, gradient_bytes=0, **options)
+
+        return Problem(
+            [
+                unit("a", 100, 13, holds_output=holds_output),
+                unit("b", 200, 17, freed_input_bytes=10),
+                unit("c", 400, 19, skips=skips),
+            ]
+        )
+
+    def after(self, problem: Problem, *actions: Action) -> list[int]:
+        moments = simulate(problem, Schedule(actions)).timeline
+        return [moment.num_bytes for moment in moments[1:] if moment.phase == "after"]
+
+    plain = (keep(0), keep(1), keep(2), b(2), b(1), b(0))
+
+    def test_it_goes_when_the_forward_has_run(self) -> None:
+        assert self.after(self.problem(), *self.plain) == [113, 320, 720, 303, 100, 0]
+
+    @pytest.mark.parametrize("how", [{"holds_output": True}, {"skips": (0,)}])
+    def test_it_stays_where_another_unit_needs_it(self, how: Any) -> None:
+        assert self.after(self.problem(**how), *self.plain)[:3] == [113, 330, 730]
+
+    def test_it_stays_where_the_unit_is_replayed_from_it(self) -> None:
+        again = (keep(0), Forward(1, keep=Keep.INPUT), keep(2), b(2), keep(1), b(1), b(0))
+        assert self.after(self.problem(), *again) == [113, 130, 530, 113, 313, 100, 0]
+
+    def test_it_goes_in_a_replay_that_starts_before_it(self) -> None:
+        again = (Forward(0), Forward(1), keep(2), b(2), keep(0), keep(1), b(1), b(0))
+        assert self.after(self.problem(), *again)[4:] == [113, 303, 100, 0]
 
 
 def test_the_error_carries_the_index() -> None:

@@ -7,7 +7,8 @@ NOTE [ Values between units ]
        by saving it). The planner drops it, or keeps it, as its plan says.
     3. What a later position than the next one reads or saves (a skip) must stay wherever it was made: it counts as
        held by its producer, whatever the option. Its producer runs once. If only replays need it, it counts as held by
-       the reader's options that replay.
+       the reader's options that replay. What only the next position is given, and does not hold under an option,
+       goes when that option's forward has run.
     4. The gradient of such a value lives from the backward of the last position that computes with it, saved or
        not, to its producer's.
     5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen.
@@ -50,7 +51,7 @@ class Position:
     skip_gradient_bytes: int = 0
     kept_output_bytes: int = 0
     user_bytes: int = 0
-    unsaved_input_bytes: int = 0
+    sole_inputs: dict[int, int] = field(default_factory=dict)
 
     @property
     def reads(self) -> dict[int, int]:
@@ -132,8 +133,9 @@ def _settle_value(
     gradient_bytes = _gradient_bytes(positions, index, value)
     if readers and readers[0] == index + 1:
         producer.outputs[value] = size
-        if following.seen is not None and not savers and len(readers) == 1 and not is_kept:
-            following.unsaved_input_bytes += size
+        is_handed_on = is_kept or following.hands_on(value)
+        if following.seen is not None and len(readers) == 1 and not is_handed_on:
+            following.sole_inputs[value] = size
     elif savers:
         producer.held_bytes += size
     elif readers:
@@ -173,11 +175,7 @@ def encode(costs: StepCosts) -> Problem:
         if position.call is None:
             options = [_code_option(position, before)]
         else:
-            pinned = before is not None and _may_hold_output(costs, before)
-            options = [
-                _option(position, option, before, may_free_input=not pinned)
-                for option in costs.options[position.call]
-            ]
+            options = [_option(position, option, before) for option in costs.options[position.call]]
         units.append(
             Unit(
                 position.name,
@@ -190,12 +188,6 @@ def encode(costs: StepCosts) -> Problem:
         )
     resident_bytes = costs.residents.total_bytes + costs.accumulates * costs.residents.gradient_bytes
     return Problem(units, resident_bytes=resident_bytes)
-
-
-def _may_hold_output(costs: StepCosts, position: Position) -> bool:
-    if position.call is None:
-        return any(position.saves(value) for value in position.outputs)
-    return any(option.bytes.holds_output for option in costs.options[position.call])
 
 
 def _find_user_bytes(positions: list[Position]) -> None:
@@ -211,7 +203,9 @@ def _find_user_bytes(positions: list[Position]) -> None:
                 size for value, size in before.made.items() if value not in before.outputs
             )
         for value in position.made:
-            is_held = value in position.outputs or any(later.saves(value) for later in positions[index:])
+            is_held = any(later.saves(value) for later in positions[index:])
+            if value in position.outputs and value not in positions[index + 1].sole_inputs:
+                is_held = True
             counted |= {value} if is_held else set()
 
 
@@ -282,9 +276,15 @@ def _backward_transient(position: Position, before: Position | None, needed_byte
     return max(0, needed_bytes - counted) + position.kept_output_bytes + position.skip_gradient_bytes
 
 
-def _option(
-    position: Position, option: RecipeCosts, before: Position | None, *, may_free_input: bool
-) -> Option:
+def _freed_bytes(position: Position, option: RecipeCosts) -> int:
+    """Of what only this position is given, what it does not hold under an option."""
+    assert position.seen is not None
+    pairs = zip(position.seen.numbers, option.bytes.holds_arguments, strict=True)
+    held = {number for number, is_held in pairs if is_held}
+    return sum(size for value, size in position.sole_inputs.items() if value not in held)
+
+
+def _option(position: Position, option: RecipeCosts, before: Position | None) -> Option:
     cost = option.bytes
     output_bytes = sum(position.outputs.values())
     held_bytes = cost.held_bytes + position.held_bytes
@@ -294,9 +294,6 @@ def _option(
         held_bytes += max(0, cost.output_bytes - position.held_bytes)
     if option.recipe.whole:
         held_bytes += position.held_by_replays
-    elif may_free_input:
-        # The planner holds a unit's input for its backward; this one does without.
-        held_bytes -= min(held_bytes, position.unsaved_input_bytes)
     needed_bytes = cost.forward_peak_bytes + position.user_bytes
     return Option(
         option.recipe.name,
@@ -304,6 +301,7 @@ def _option(
         backward_s=option.seconds.backward_s,
         held_bytes=held_bytes,
         holds_output=holds_output,
+        freed_input_bytes=_freed_bytes(position, option),
         forward_transient_bytes=max(0, needed_bytes - held_bytes - output_bytes),
         backward_transient_bytes=_backward_transient(position, before, cost.backward_peak_bytes),
     )

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from recoup.measuring.storages import plain_tensors
+from recoup.measuring.storages import num_owners, plain_tensors
 
 __all__ = ["HeldValues", "held_gradient"]
 
@@ -179,8 +179,8 @@ def _may_leave_device(gradient: Tensor) -> bool:
         return False
     storage = gradient.untyped_storage()
     # A bucket of gradients, or a view in anyone's hands, must not lose its memory.
-    num_owners: int = torch._C._storage_Use_Count(storage._cdata)
-    return storage.resizable() and gradient.grad_fn is None and num_owners == _NUM_OWNERS_OF_OWN_STORAGE
+    is_own = num_owners(storage) == _NUM_OWNERS_OF_OWN_STORAGE
+    return storage.resizable() and gradient.grad_fn is None and is_own
 
 
 def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:

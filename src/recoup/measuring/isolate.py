@@ -13,8 +13,9 @@ from torch.autograd import backward as run_backward
 from recoup.measuring.anchor import gradients_from, seeded
 from recoup.measuring.meter import Meter
 from recoup.measuring.options import Recipe, run_recipe
+from recoup.measuring.storages import num_owners
 from recoup.measuring.streaming import UnitCall
-from recoup.measuring.trees import storages_of
+from recoup.measuring.trees import storages_of, tensors_in
 
 __all__ = [
     "CallBytes",
@@ -38,6 +39,7 @@ class CallBytes:
         holds_output: whether its graph holds the output too.
         backward_peak_bytes: the most in its backward beyond what it held, with the gradients of its output, its
             arguments and its parameters.
+        holds_arguments: for each tensor among its arguments, whether its graph holds that.
     """
 
     forward_peak_bytes: int
@@ -45,6 +47,7 @@ class CallBytes:
     held_bytes: int
     holds_output: bool
     backward_peak_bytes: int
+    holds_arguments: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ def measure_bytes(
     call: UnitCall, recipe: Recipe, meter: Meter, *, gradients: Gradients = Gradients.NONE
 ) -> CallBytes:
     """Runs a call forward and backward inside ``meter.watching()``."""
+    owners = _Owners(call)
     args, kwargs, start = call.fresh()
     parameters = _trained(call.module)
     if gradients is Gradients.ACCUMULATED:
@@ -91,8 +95,9 @@ def measure_bytes(
     held_bytes = meter.live_bytes() - before
     freed_bytes = with_output - held_bytes
     holds_output = output_bytes > 0 and freed_bytes < output_bytes
+    holds_arguments = owners.have_grown()
     if seed is None:
-        return CallBytes(forward_peak, output_bytes, 0, False, 0)
+        return CallBytes(forward_peak, output_bytes, 0, False, 0, holds_arguments)
     backward_peak = _backward_peak(seed, start, parameters, meter, gradients)
     return CallBytes(
         forward_peak,
@@ -100,7 +105,32 @@ def measure_bytes(
         held_bytes - (output_bytes - freed_bytes if holds_output else 0),
         holds_output,
         backward_peak,
+        holds_arguments,
     )
+
+
+class _Owners:
+    """Who holds a call's arguments, to be asked before and after: their storages live meanwhile whoever holds them."""
+
+    def __init__(self, call: UnitCall) -> None:
+        given = tensors_in((call.args, call.kwargs))
+        is_any_fresh = any(tensor.requires_grad for tensor in given)
+        # Of what is not made anew for a run, it cannot be told whether the run's graph holds it.
+        self._storages = [
+            tensor.untyped_storage()
+            if tensor.layout is torch.strided and (tensor.requires_grad or not is_any_fresh)
+            else None
+            for tensor in given
+        ]
+        self._before = self._counts()
+
+    def _counts(self) -> list[int]:
+        return [0 if storage is None else num_owners(storage) for storage in self._storages]
+
+    def have_grown(self) -> tuple[bool, ...]:
+        """For each tensor, whether someone holds it who did not before."""
+        pairs = zip(self._storages, self._before, self._counts(), strict=True)
+        return tuple(storage is None or after > before for storage, before, after in pairs)
 
 
 def _backward_peak(

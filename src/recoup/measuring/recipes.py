@@ -68,9 +68,11 @@ def useful_recipes(
 
 
 def _needs_no_more(first: CallBytes, second: CallBytes) -> bool:
+    arguments = zip(first.holds_arguments, second.holds_arguments, strict=True)
     return (
         first.held_bytes + first.holds_output * first.output_bytes
         <= second.held_bytes + second.holds_output * second.output_bytes
+        and all(ours <= theirs for ours, theirs in arguments)
         and first.forward_peak_bytes <= second.forward_peak_bytes
         and first.held_bytes + first.backward_peak_bytes <= second.held_bytes + second.backward_peak_bytes
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-__all__ = ["plain_tensors", "storages", "tensors"]
+__all__ = ["num_owners", "plain_tensors", "storages", "tensors"]
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -42,3 +42,15 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     for plain in plain_tensors(tensor):
         if plain.layout is torch.strided:
             yield plain.untyped_storage()
+
+
+def num_owners(storage: torch.UntypedStorage) -> int:
+    """How many refer to a storage: tensors, graphs and the Python object itself.
+
+    >>> tensor = torch.zeros(10)
+    >>> alias = tensor[:3]
+    >>> num_owners(tensor.untyped_storage())
+    3
+    """
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count

@@ -57,6 +57,7 @@ class SeenCall:
         module: the unit.
         kind: equal for calls that cost the same.
         arguments: storages that it is given.
+        numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
         outputs: storages that it hands on.
         saved_arguments: those of its arguments that its own graph saves.
         saved_inside: by modules directly inside it, bytes that their graphs save.
@@ -71,6 +72,7 @@ class SeenCall:
     module: nn.Module = field(repr=False)
     kind: tuple[Any, ...] = field(repr=False)
     arguments: Storages
+    numbers: tuple[int | None, ...]
     outputs: Storages
     saved_arguments: frozenset[int]
     saved_inside: dict[str, int]
@@ -125,6 +127,9 @@ class _Numbers:
 
     def of(self, tree: Any) -> Storages:
         return self.storages(tensor.untyped_storage() for tensor in _strided(tensors_in(tree)))
+
+    def of_tensor(self, tensor: Tensor) -> int | None:
+        return self.number(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
     def gradients(self, tree: Any) -> Storages:
         """Bytes of the gradients of what needs one, by storage."""
@@ -204,6 +209,7 @@ class _Looker:
     def visit(self, call: UnitCall) -> Any:
         given = (call.args, call.kwargs)
         arguments = self.numbers.of(given)
+        numbers = tuple(map(self.numbers.of_tensor, tensors_in(given)))
         self._saved_arguments: set[int] = set()
         inside: dict[nn.Module, dict[int, int]] = {}
         current: list[nn.Module] = []
@@ -231,6 +237,7 @@ class _Looker:
                 call.module,
                 _kind_of_call(call, saved_inside),
                 arguments,
+                numbers,
                 self.numbers.of(output),
                 frozenset(self._saved_arguments),
                 saved_inside,

@@ -14,6 +14,7 @@ from recoup.planning.simulation import Simulation
 from recoup.planning.solvers import SOLVERS
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
+from recoup.planning.solvers.freed import PreparedFreeing, frees_inputs
 from recoup.sizes import format_bytes, parse_bytes
 
 __all__ = ["Plan", "frontier", "minimum_budget", "plan"]
@@ -200,7 +201,11 @@ class _Session:
     def prepared(self, solver: Solver) -> Prepared:
         """A solver's work on the problem, done once."""
         if solver.name not in self._prepared:
-            self._prepared[solver.name] = solver.prepare(self.problem, time_limit_s=self.time_limit_s)
+            problem, time_limit_s = self.problem, self.time_limit_s
+            if frees_inputs(problem):
+                self._prepared[solver.name] = PreparedFreeing(problem, solver, time_limit_s=time_limit_s)
+            else:
+                self._prepared[solver.name] = solver.prepare(problem, time_limit_s=time_limit_s)
         return self._prepared[solver.name]
 
     def smallest_bytes(self) -> int:

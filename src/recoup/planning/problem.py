@@ -11,7 +11,10 @@ NOTE [ The memory model ]
        loss itself needs memory, make it the last unit.
     5. Parameter gradients appear when a unit's backward has run, and stay. What they need while it runs
        belongs to the backward's transient.
-    6. A unit that ``runs_once`` is code that only the model itself can run, or has an output that code
+    6. An option may do without its unit's input, or without a part of it (``freed_input_bytes``). It then goes as soon
+       as the option's forward has run, unless it is held anyway: by the unit that made it, or because an earlier
+       forward of this unit kept it to be replayed from (``Keep.INPUT``).
+    7. A unit that ``runs_once`` is code that only the model itself can run, or has an output that code
        outside the units reads too. What its one forward leaves (output, held bytes) cannot be made again.
 
 ``simulate`` is the reference for all of it.
@@ -96,6 +99,7 @@ class Option:
         extra_s: further seconds at the start of the backward (replay, decompression).
         held_bytes: on the device from forward to backward, beyond the unit's input and output.
         holds_output: whether the backward reads the unit's own output, which then stays until it has run.
+        freed_input_bytes: of the unit's input, bytes that nobody needs once this option's forward has run.
         forward_transient_bytes: needed only while the forward runs, beyond held bytes and output.
         replay_transient_bytes: needed only during ``extra_s``, beyond held bytes.
         backward_transient_bytes: needed only while the backward runs, beyond held bytes and the gradients of
@@ -112,6 +116,7 @@ class Option:
     extra_s: float = field(default=0.0, kw_only=True)
     held_bytes: int = field(default=0, kw_only=True)
     holds_output: bool = field(default=False, kw_only=True)
+    freed_input_bytes: int = field(default=0, kw_only=True)
     forward_transient_bytes: int = field(default=0, kw_only=True)
     replay_transient_bytes: int = field(default=0, kw_only=True)
     backward_transient_bytes: int = field(default=0, kw_only=True)
@@ -124,6 +129,7 @@ class Option:
         _check_bytes(
             owner,
             held_bytes=self.held_bytes,
+            freed_input_bytes=self.freed_input_bytes,
             forward_transient_bytes=self.forward_transient_bytes,
             replay_transient_bytes=self.replay_transient_bytes,
             backward_transient_bytes=self.backward_transient_bytes,
@@ -348,11 +354,12 @@ def _validate_problem(problem: Problem) -> None:
             twice = next(name for name in names if names.count(name) > 1)
             raise ProblemError(f"Two {what}s are called {twice!r}. Give each {what} its own name.")
     known = {link.name for link in problem.links}
-    for index, unit in enumerate(problem.units):
-        _validate_references(unit, index=index, known=known)
+    for index in range(len(problem.units)):
+        _validate_references(problem.units, index=index, known=known)
 
 
-def _validate_references(unit: Unit, *, index: int, known: set[str]) -> None:
+def _validate_references(units: Sequence[Unit], *, index: int, known: set[str]) -> None:
+    unit = units[index]
     for source in unit.skips:
         if not 0 <= source < index - 1:
             raise ProblemError(
@@ -361,6 +368,13 @@ def _validate_references(unit: Unit, *, index: int, known: set[str]) -> None:
             )
     if len(set(unit.skips)) < len(unit.skips):
         raise ProblemError(f"Unit {unit.name!r} names a skip twice: {unit.skips}.")
+    input_bytes = units[index - 1].output_bytes if index else 0
+    for option in unit.options:
+        if option.freed_input_bytes > input_bytes:
+            raise ProblemError(
+                f"Unit {unit.name!r}: option {option.name!r} frees {option.freed_input_bytes} bytes of the unit's"
+                f" input, which has {input_bytes}{'' if index else ' that may go: the first input stays'}."
+            )
     wanted = {*unit.output_links, *(name for option in unit.options for name in option.held_links)}
     if wanted - known:
         raise ProblemError(

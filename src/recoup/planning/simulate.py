@@ -35,7 +35,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
     >>> result.seconds, result.peak_bytes, result.peak.phase, result.peak.unit
     (6.0, 19, 'backward', 1)
     """
-    machine = _Machine(problem)
+    machine = _Machine(problem, schedule)
     for index, action in enumerate(schedule):
         machine.run(index, action)
     return machine.finish(len(schedule))
@@ -44,7 +44,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
 class _Machine:
     """What is where while a schedule runs. The ledger counts; this class says what is legal."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem = problem
         self.units = problem.units
         self.last = len(self.units) - 1
@@ -55,6 +55,14 @@ class _Machine:
         self.outputs: dict[int, str] = {}
         self.held: dict[int, str] = {}
         self.held_option: dict[int, int] = {}
+        # Bytes of an output that went before the rest of it.
+        self.freed: dict[int, int] = {}
+        # Units whose input is held because their forward will run again from it.
+        self.kept_inputs: set[int] = set()
+        self.last_forwards = {
+            action.unit: index for index, action in enumerate(schedule) if isinstance(action, Forward)
+        }
+        self.skipped_from = {source for unit in self.units for source in unit.skips}
         self.moved_s: dict[tuple[int, Value], float] = {}
         self.gradients: set[int] = set()
         self.next_backward = self.last
@@ -132,8 +140,11 @@ class _Machine:
         if action.option is not None:
             self.held_option[index] = action.option
             self.place(index, Value.HELD)
+            self.free_input(index, option)
         elif action.keep is Keep.NOTHING and index > 0 and not self.is_pinned(index - 1):
             self.free_output(index - 1)
+        if action.keep is Keep.INPUT:
+            self.kept_inputs.add(index)
         if index == self.last and index not in self.gradients:
             self.add_gradient(index)
         self.free_unread(index)
@@ -233,7 +244,7 @@ class _Machine:
     def value_bytes(self, unit: int, value: Value) -> int:
         """Bytes of a value that is somewhere."""
         if value is Value.OUTPUT:
-            return self.units[unit].output_bytes
+            return self.units[unit].output_bytes - self.freed.get(unit, 0)
         return self.units[unit].options[self.held_option[unit]].held_bytes
 
     def place(self, unit: int, value: Value) -> None:
@@ -260,9 +271,20 @@ class _Machine:
         if unit in self.outputs and not is_read_later and not self.is_pinned(unit):
             self.free_output(unit)
 
+    def free_input(self, unit: int, option: Option) -> None:
+        """Frees what an option does without, unless someone else holds it or an action to come reads it."""
+        source = unit - 1
+        is_read = self.ledger.action != self.last_forwards[unit] or source in self.skipped_from
+        is_held = unit in self.kept_inputs or self.is_pinned(source)
+        if option.freed_input_bytes and not is_read and not is_held:
+            self.freed[source] = option.freed_input_bytes
+            self.release(self.outputs[source], option.freed_input_bytes)
+
     def free_output(self, unit: int) -> None:
         """Frees an output wherever it is."""
-        self.release(self.outputs.pop(unit), self.units[unit].output_bytes)
+        num_bytes = self.value_bytes(unit, Value.OUTPUT)
+        self.freed.pop(unit, None)
+        self.release(self.outputs.pop(unit), num_bytes)
 
     def free_held(self, unit: int) -> None:
         """Frees a unit's held bytes wherever they are."""

@@ -6,7 +6,7 @@ there, or will have to be made again for the next unit's backward; a unit that r
 its output and what an option holds. All that is there must fit. Who holds what
 is then a multiple-choice knapsack, and its linear relaxation is solved by sorting (Sinha and Zoltners, The
 multiple-choice knapsack problem, 1979). Every legal schedule satisfies the relaxation, whatever it drops,
-replays or moves: bytes that may leave over a link count as none.
+replays or moves: bytes that may leave over a link count as none, and inputs that an option may free as free.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def relaxed_bound(problem: Problem, budget_bytes: int) -> Bound:
     [4.0, 3.5, 3.0]
     """
     room = budget_bytes - problem.resident_bytes - problem.input_bytes - problem.units[-1].gradient_bytes
+    room += sum(max(option.freed_input_bytes for option in unit.options) for unit in problem.units)
     seconds: list[float] = []
     steps: list[tuple[float, int]] = []
     for unit in problem.units:

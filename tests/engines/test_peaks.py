@@ -1,0 +1,106 @@
+"""What plans of every kind are predicted to need, against real steps under them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from real_steps import real_peak_bytes
+from torch import Tensor, nn
+
+import recoup
+from recoup.engines import ModelPlan
+from recoup.measuring import Profile, measure
+from recoup.planning import Action, Backward, Forward, Keep, Problem, Schedule, simulate
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def plan_of(profile: Profile, schedule: Schedule) -> ModelPlan:
+    """A plan that no planner need find."""
+    plain = recoup.plan(profile, profile.plain_bytes)
+    predicted = simulate(profile.problem, schedule)
+    found = replace(plain.schedule, schedule=schedule, predicted=predicted)
+    return ModelPlan(profile, found, predicted.peak_bytes)
+
+
+def missed_bytes(model: nn.Module, sample: Any, profile: Profile, schedule: Schedule) -> int:
+    """What a real step under a schedule needs beyond its prediction."""
+    chosen = plan_of(profile, schedule)
+    recoup.apply(model, chosen)
+    try:
+        peak_bytes = real_peak_bytes(model, sample, mean_square)
+    finally:
+        recoup.remove(model)
+    return profile.problem.resident_bytes + peak_bytes - chosen.predicted_bytes
+
+
+def options_each(problem: Problem, rng: random.Random) -> Schedule:
+    """Every unit under any of its options."""
+    chosen = [rng.randrange(len(unit.options)) for unit in problem.units]
+    forwards = [Forward(unit, keep=Keep.OPTION, option=option) for unit, option in enumerate(chosen)]
+    backwards = [Backward(unit, option=option) for unit, option in enumerate(chosen)]
+    return Schedule([*forwards, *reversed(backwards)])
+
+
+def segments(problem: Problem, rng: random.Random) -> Schedule:
+    """Units that are kept, and segments whose units are kept when they are replayed."""
+    forwards: list[Action] = []
+    backwards: list[list[Action]] = []
+    unit = 0
+    while unit < problem.num_units:
+        last = unit
+        if not problem.units[unit].runs_once and rng.random() < 0.6:
+            forwards.append(Forward(unit, keep=Keep.INPUT))
+            while not problem.units[last + 1].runs_once and rng.random() < 0.5:
+                last += 1
+                forwards.append(Forward(last))
+            replay: list[Action] = list(kept(unit, last))
+        else:
+            forwards.append(Forward(unit, keep=Keep.OPTION, option=0))
+            replay = []
+        backwards.append([*replay, *(Backward(k, option=0) for k in reversed(range(unit, last + 1)))])
+        unit = last + 1
+    return Schedule([*forwards, *(action for part in reversed(backwards) for action in part)])
+
+
+def kept(first: int, last: int) -> Iterator[Forward]:
+    return (Forward(unit, keep=Keep.OPTION, option=0) for unit in range(first, last + 1))
+
+
+class TestLayersThatCopyTheirInput:
+    """An encoder's layers save a copy of their input and not the input, unless a checkpoint inside them does."""
+
+    def make(self) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(4, 16, 32)
+
+    input_bytes = 4 * 16 * 32 * 4
+    norm_bytes = 32 * 4
+    """A backward is taken to need the gradients of all parameters at once; the last one comes when room is free."""
+
+    def test_only_options_that_do_without_it_free_it(self) -> None:
+        model, sample = self.make()
+        problem = measure(model, sample, loss=mean_square).problem
+        for unit in problem.units[1:4]:
+            freed = {option.name: option.freed_input_bytes for option in unit.options}
+            assert freed["keep"] == self.input_bytes
+            assert freed["recompute"] == 0
+            with_attention = [name for name in freed if "self_attn" in name]
+            assert all(freed[name] == 0 for name in with_attention)
+        assert all(option.freed_input_bytes == 0 for option in problem.units[0].options)
+
+    @pytest.mark.parametrize("kind", [options_each])
+    def test_no_plan_needs_more_than_predicted(self, kind: Any) -> None:
+        model, sample = self.make()
+        profile = measure(model, sample, loss=mean_square)
+        rng = random.Random(0)
+        missed = [missed_bytes(model, sample, profile, kind(profile.problem, rng)) for _ in range(12)]
+        assert all(-self.norm_bytes <= num_bytes <= 0 for num_bytes in missed), missed
