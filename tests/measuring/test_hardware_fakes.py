@@ -344,6 +344,7 @@ def llama_70b() -> tuple[nn.Module, Tensor]:
         return model, torch.empty(1, 8192, dtype=torch.long)
 
 
+# benchmarks/startup.py takes the medians of several processes.
 @pytest.mark.slow
 def test_seventy_billion_parameters_on_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.perf_counter()
