@@ -20,6 +20,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
+# What this saves, benchmarks/startup.py measures.
 def test_importing_recoup_imports_neither_torch_nor_the_planner() -> None:
     heavy = "{'torch', 'numpy', 'scipy', 'highspy', 'rich', 'recoup.planning', 'recoup.checkpointing'}"
     assert run(f"import recoup, sys; print(sorted({heavy} & set(sys.modules)))") == "[]\n"

@@ -265,6 +265,24 @@ class TestCudaKernels:
         model = nn.Sequential(Attends(), nn.Identity()).to(dtype)
         assert measure(model, torch.ones(2, 7, 48, dtype=dtype), loss=square, hardware="H200").plain_bytes > 0
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_replays_choose_the_same_kernels(self, dtype: torch.dtype) -> None:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm, self.qkv, self.drop = nn.RMSNorm(48), nn.Linear(48, 96), nn.Dropout(0.1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 12)).transpose(1, 2).split([4, 2, 2], 1)
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                return x + self.drop(out.transpose(1, 2).flatten(2))
+
+        model = nn.Sequential(Block(), Block(), nn.Linear(48, 8)).to(dtype)
+        profile = measure(model, torch.ones(2, 7, 48, dtype=dtype), loss=square, hardware="H200")
+        block = next(unit for unit in profile.problem.units if unit.name == "1")
+        assert "recompute" in [option.name for option in block.options]
+        assert not block.runs_once
+
     def test_code_may_name_the_device(self) -> None:
         class Moves(nn.Module):
             def __init__(self, move: Any) -> None:
@@ -326,6 +344,7 @@ def llama_70b() -> tuple[nn.Module, Tensor]:
         return model, torch.empty(1, 8192, dtype=torch.long)
 
 
+# benchmarks/startup.py takes the medians of several processes.
 @pytest.mark.slow
 def test_seventy_billion_parameters_on_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.perf_counter()

@@ -108,6 +108,7 @@ def test_names_from_the_model_are_text(small: Made) -> None:
     assert data["memory"]["names"]["1"] == f"{hostile}.0"
 
 
+# benchmarks/startup.py measures the same on a real model.
 def test_a_thousand_units_stay_small(tmp_path: Path) -> None:
     place = write_html(large_subject(), tmp_path / "report.html")
     assert place.stat().st_size <= 2_000_000

@@ -6,7 +6,8 @@ NOTE [ Fakes stand in host memory ]
     2. Where torch chooses by device, and the choice decides what is saved, this mode chooses as for CUDA: attention,
        dropout, RMS normalisation, and what autocast runs in float32.
     3. Where code names a device, the tensors are there already.
-    4. Workspaces inside a kernel (convolutions, the backward of attention) are not seen.
+    4. Backwards run inside the mode too: replays are a part of them, and must choose as their forwards did.
+    5. Workspaces inside a kernel (convolutions, the backward of attention) are not seen.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class CudaKernels(TorchFunctionMode):
         return run(args)
 
     def _run(self, func: Callable[..., Any], kwargs: Any, args: tuple[Any, ...]) -> Any:
-        if func is F.multi_head_attention_forward:
+        if func in _SEEN_INSIDE:
+            # Torch has left the mode to call it.
             with self:
                 return _without_dispatch(func)(*args, **kwargs)
         return _STAND_INS.get(func, func)(*args, **kwargs)
@@ -151,6 +153,7 @@ def _rms_norm(
     return torch.native_layer_norm(input, normalized_shape, weight, None, eps or 1e-6)[0]
 
 
+_SEEN_INSIDE = frozenset({F.multi_head_attention_forward, torch.autograd.grad, Tensor.backward})
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     Tensor.cuda: _stay,
