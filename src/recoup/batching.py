@@ -322,6 +322,7 @@ def _between(low: Profile, high: Profile, share: float) -> Profile | None:
                 parameter_gradient_bytes=whole(
                     first.parameter_gradient_bytes, second.parameter_gradient_bytes
                 ),
+                left_bytes=whole(first.left_bytes, second.left_bytes),
                 runs_once=first.runs_once or second.runs_once,
             )
         )

@@ -34,17 +34,18 @@ HOST = Hardware(
 def sizes(profile: Profile) -> list[Any]:
     """All bytes of a profile, except those of options: which ones are worth having depends on seconds."""
     units = [
-        (u.name, u.output_bytes, u.gradient_bytes, u.parameter_gradient_bytes, u.runs_once)
+        (u.name, u.output_bytes, u.gradient_bytes, u.parameter_gradient_bytes, u.left_bytes, u.runs_once)
         for u in profile.problem.units
     ]
     return [*units, profile.problem.resident_bytes, profile.residents]
 
 
-def options(profile: Profile) -> dict[tuple[str, str], tuple[int, bool, int, int]]:
+def options(profile: Profile) -> dict[tuple[str, str], tuple[int, bool, int, int, int]]:
     return {
         (unit.name, option.name): (
             option.held_bytes,
             option.holds_output,
+            option.freed_input_bytes,
             option.forward_transient_bytes,
             option.backward_transient_bytes,
         )

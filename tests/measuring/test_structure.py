@@ -59,7 +59,7 @@ def test_a_chain() -> None:
     assert structure.tail.code.saved == {}
     # The sum, 4 bytes; in its backward, its gradient, which takes nothing to expand.
     assert structure.tail.code.transient_bytes == structure.tail.code.backward_bytes == 4
-    assert structure.tail.code.gives_gradients == frozenset(b.outputs)
+    assert structure.tail.code.gives_gradients == dict.fromkeys(b.outputs, 4)
     assert sizes(structure.tail.output) == [4, 4]
     assert not structure.accumulates
 
@@ -73,7 +73,7 @@ def test_code_between_units() -> None:
     assert sizes(b.code.saved) == [A]
     # Once exp has run, nobody needs its argument, which lived when the code began.
     assert b.code.transient_bytes == A
-    assert b.code.gives_gradients == frozenset(a.outputs)
+    assert b.code.gives_gradients == a.outputs
     # The gradient of the product, and exp's own; or that of exp's result and the product's.
     assert b.code.backward_bytes == 2 * A
     assert sizes(b.arguments) == [A]
@@ -87,9 +87,20 @@ def test_code_that_saves_nothing_still_gives_gradients() -> None:
 
     structure = seen(Body(forward, **layers()), torch.randn(5, 6))
     assert structure.tail.code.saved == {}
-    assert structure.tail.code.gives_gradients == frozenset(
-        [*structure.calls[0].outputs, *structure.calls[1].outputs]
-    )
+    assert structure.tail.code.gives_gradients == structure.calls[0].outputs | structure.calls[1].outputs
+
+
+def test_gradients_that_are_views_of_a_larger_one() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        a = self.a(x)
+        b = self.b(a)
+        return self.c(torch.cat([a, b], 1)).sum()
+
+    model = Body(forward, a=nn.Linear(6, 10), b=nn.Linear(10, 7), c=nn.Linear(17, 3))
+    a, b, c = seen(model, torch.randn(5, 6), ["a", "b", "c"]).calls
+    (first,), (second,) = a.outputs, b.outputs
+    # Both are views of the gradient of what was joined: it lives as long as the first unit's, which waits longer.
+    assert c.code.gives_gradients == {first: A + B, second: 0}
 
 
 def test_gradients_of_earlier_code_belong_to_that_code() -> None:
@@ -101,10 +112,10 @@ def test_gradients_of_earlier_code_belong_to_that_code() -> None:
     model.scale = nn.Parameter(torch.rand(10))
     structure = seen(model, torch.randn(5, 6), ["a", "c"])
     a, c = structure.calls
-    assert c.code.gives_gradients == frozenset(a.outputs)
+    assert c.code.gives_gradients == a.outputs
     assert c.code.parameters == {id(model.scale): 10 * 4}
     # The tail's part of the graph ends at the stream, which was the second unit's argument.
-    assert structure.tail.code.gives_gradients == frozenset([*c.arguments, *c.outputs])
+    assert structure.tail.code.gives_gradients.keys() == {*c.arguments, *c.outputs}
     assert structure.tail.code.parameters == {}
 
 

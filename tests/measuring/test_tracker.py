@@ -26,6 +26,25 @@ def test_views_and_aliases_count_once() -> None:
         assert memory.peak_bytes == 400
 
 
+def test_what_was_made_since_is_counted_apart() -> None:
+    with MemoryTracker() as memory:
+        first, second = torch.zeros(100), torch.zeros(10)
+        memory.begin([second])
+        assert (memory.recent_bytes, memory.recent_peak_bytes) == (40, 40)
+        third = torch.zeros(20)
+        del first
+        fourth = torch.zeros(30)
+        assert memory.peak_bytes == 440 + 80
+        assert (memory.recent_bytes, memory.recent_peak_bytes) == (240, 240)
+        del second, third
+        assert (memory.recent_bytes, memory.recent_peak_bytes) == (120, 240)
+        fourth.resize_(50)
+        assert memory.recent_bytes == 200
+        memory.begin()
+        del fourth
+    assert (memory.recent_bytes, memory.recent_peak_bytes, memory.current_bytes) == (0, 0, 0)
+
+
 def test_in_place_operations_count_nothing() -> None:
     x = torch.zeros(10)
     with MemoryTracker() as memory:

@@ -39,7 +39,7 @@ class Search:
             if state.held[index] != NONE:
                 total += unit.options[state.held[index]].held_bytes
             if index > state.next_backward:
-                total += unit.parameter_gradient_bytes
+                total += unit.lasting_bytes
         if state.next_backward < 0:
             return total + self.problem.input_gradient_bytes
         return total + state.is_seeded * self.units[state.next_backward].gradient_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -19,13 +20,16 @@ def random_problem(
     jitter: int = 0,
     odd: bool = False,
     once: Collection[int] = (),
+    leaves: bool = False,
 ) -> Problem:
     """Unequal in everything: seconds, held bytes, transients, outputs, gradients, parameters.
 
     ``odd`` lets options differ in their forwards too, so that keeping everything need not be fastest; the
-    units in ``once`` run once.
+    units in ``once`` run once; ``leaves`` lets other bytes come and go with the backwards.
     """
     rng = random.Random(seed)
+    waiting = [rng.choice([1, 2, 5]) * scale if leaves else 0 for _ in range(num_units - 1)]
+    left = [after - before for after, before in pairwise([0, *waiting, 0])]
 
     def size(low: int, high: int) -> int:
         return rng.randint(low, high) * scale + (rng.randint(0, jitter) if jitter else 0)
@@ -65,6 +69,7 @@ def random_problem(
                 output_bytes=size(1, 6),
                 gradient_bytes=size(1, 6),
                 parameter_gradient_bytes=rng.choice([0, 0, 1, 3]) * scale,
+                left_bytes=left[index],
                 runs_once=index in once,
             )
         )

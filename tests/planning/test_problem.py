@@ -52,6 +52,7 @@ def test_defaults_and_derived_figures() -> None:
         (lambda: Unit("a", [], output_bytes=1), "Unit 'a' has no options"),
         (lambda: Unit("a", [KEEP, KEEP], output_bytes=1), "option names must differ; got keep, keep"),
         (lambda: unit(runs_once=1), "Unit 'a': runs_once must be True or False; got 1"),
+        (lambda: unit(left_bytes=0.5), "Unit 'a': left_bytes must be a whole number of bytes; got 0.5"),
         (lambda: unit(output_bytes=True), "output_bytes must be a whole number"),
         (lambda: Problem([]), "at least one unit"),
         (lambda: Problem([unit(), unit()]), "Two units are called 'a'"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -293,6 +294,25 @@ def test_a_unit_that_runs_once_may_choose_among_its_options(option: int) -> None
     once, often = simulate(chain(once=1), Schedule(around)), simulate(chain(), Schedule(around))
     assert once == often
     assert once.num_recomputes == (1, option, 0)
+
+
+def test_other_bytes_that_come_and_go_with_backwards() -> None:
+    units = [replace(unit, left_bytes=left) for unit, left in zip(chain().units, (-31, -37, 68), strict=True)]
+    assert units[2].lasting_bytes == 3000 + 68
+    problem = replace(chain(), units=tuple(units))
+    actions = [Forward(0), keep(1), keep(2), b(2), b(1), keep(0), b(0)]
+    plain, waiting = simulate(chain(), Schedule(actions)), simulate(problem, Schedule(actions))
+    pairs = zip(waiting.timeline, plain.timeline, strict=True)
+    more = {(one.action, one.phase): one.num_bytes - other.num_bytes for one, other in pairs}
+    # 68 bytes while unit 1's backward runs, 31 while unit 0 is replayed and in its backward.
+    assert {key: num_bytes for key, num_bytes in more.items() if num_bytes} == {
+        (3, "after"): 68,
+        (4, "backward"): 68,
+        (4, "after"): 31,
+        (5, "forward"): 31,
+        (5, "after"): 31,
+        (6, "backward"): 31,
+    }
 
 
 class TestFreedInputs:

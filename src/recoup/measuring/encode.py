@@ -10,9 +10,11 @@ NOTE [ Values between units ]
        the reader's options that replay. What only the next position is given, and does not hold under an option,
        goes when that option's forward has run.
     4. The gradient of such a value lives from the backward of the last position that computes with it, saved or
-       not, to its producer's.
+       not, to its producer's, and through the replays between them. Where another position's backward gives it
+       one, that is added in place, unless the first is a view of something larger: then their sum is made beside
+       both, when that backward has let go of what it held.
     5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen.
-    6. What the model's output holds on to lives through the whole backward.
+    6. What the model's output holds on to lives through the whole backward, and through the replays in it.
     7. The planner takes the gradients of a position's output and input to live together, through its whole
        backward. Where a unit is measured to need less, the gradient between it and a position that runs once is
        counted as smaller, and the difference as transient on the other side.
@@ -49,9 +51,15 @@ class Position:
     gradient_bytes: int = 0
     counted_gradient_bytes: int = 0
     skip_gradient_bytes: int = 0
+    summed_gradient_bytes: int = 0
     kept_output_bytes: int = 0
     user_bytes: int = 0
     sole_inputs: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What lives through its backward, and through what is replayed before it, for others."""
+        return self.kept_output_bytes + self.skip_gradient_bytes
 
     @property
     def reads(self) -> dict[int, int]:
@@ -65,6 +73,17 @@ class Position:
     def gives_gradient(self, value: int) -> bool:
         """Whether its backward gives a storage that was made before it a gradient."""
         return value in (self.code.gives_gradients if self.seen is None else self.seen.argument_gradients)
+
+    def waiting_gradient(self, value: int) -> int:
+        """Bytes that the gradient which it gives takes until the next one is added to it."""
+        return (self.code.gives_gradients if self.seen is None else self.seen.argument_gradients)[value]
+
+    @property
+    def given_bytes(self) -> int:
+        """The gradients that are there when its backward has run, its parameters' among them."""
+        if self.seen is None:
+            return sum(self.code.gives_gradients.values()) + sum(self.code.parameters.values())
+        return sum(self.seen.argument_gradients.values()) + sum(_trained(self.seen).values())
 
     def hands_on(self, value: int) -> bool:
         """Whether it gives out what it was given, as a view or changed in place: one gradient for both."""
@@ -146,9 +165,13 @@ def _settle_value(
     givers = [later for later in range(index + 1, len(positions)) if positions[later].gives_gradient(value)]
     if givers:
         first = index + 1 if givers[0] == index + 1 and len(givers) > 1 else index + 2
-        for later in range(first, givers[-1]):
+        waiting_bytes = positions[givers[-1]].waiting_gradient(value)
+        for later in reversed(range(first, givers[-1])):
             if not positions[later].hands_on(value):
-                positions[later].skip_gradient_bytes += gradient_bytes
+                positions[later].skip_gradient_bytes += waiting_bytes
+            if later in givers and waiting_bytes != gradient_bytes:
+                positions[later].summed_gradient_bytes += gradient_bytes
+                waiting_bytes = gradient_bytes
 
 
 def _gradient_bytes(positions: list[Position], index: int, value: int) -> int:
@@ -183,11 +206,18 @@ def encode(costs: StepCosts) -> Problem:
                 output_bytes=sum(position.outputs.values()),
                 gradient_bytes=position.counted_gradient_bytes,
                 parameter_gradient_bytes=gradients[index],
+                left_bytes=_left_bytes(position, before),
                 runs_once=position.runs_once,
             )
         )
     resident_bytes = costs.residents.total_bytes + costs.accumulates * costs.residents.gradient_bytes
     return Problem(units, resident_bytes=resident_bytes)
+
+
+def _left_bytes(position: Position, before: Position | None) -> int:
+    """By how much more waits once its backward has run; the last position's own is its transient."""
+    own_bytes = 0 if position.is_tail else position.waiting_bytes
+    return (0 if before is None else before.waiting_bytes) - own_bytes
 
 
 def _find_user_bytes(positions: list[Position]) -> None:
@@ -266,14 +296,20 @@ def _code_option(position: Position, before: Position | None) -> Option:
         held_bytes=held_bytes,
         holds_output=any(value in position.outputs for value in made),
         forward_transient_bytes=forward_bytes,
-        backward_transient_bytes=_backward_transient(position, before, position.code.backward_bytes),
+        backward_transient_bytes=_backward_transient(
+            position, before, position.code.backward_bytes, held_bytes=held_bytes
+        ),
     )
 
 
-def _backward_transient(position: Position, before: Position | None, needed_bytes: int) -> int:
+def _backward_transient(
+    position: Position, before: Position | None, needed_bytes: int, *, held_bytes: int
+) -> int:
     """What a backward needs beyond the gradients that the planner counts."""
+    if position.summed_gradient_bytes:
+        needed_bytes = max(needed_bytes, position.given_bytes + position.summed_gradient_bytes - held_bytes)
     counted = position.counted_gradient_bytes + (before.counted_gradient_bytes if before is not None else 0)
-    return max(0, needed_bytes - counted) + position.kept_output_bytes + position.skip_gradient_bytes
+    return max(0, needed_bytes - counted) + position.is_tail * position.waiting_bytes
 
 
 def _freed_bytes(position: Position, option: RecipeCosts) -> int:
@@ -303,5 +339,7 @@ def _option(position: Position, option: RecipeCosts, before: Position | None) ->
         holds_output=holds_output,
         freed_input_bytes=_freed_bytes(position, option),
         forward_transient_bytes=max(0, needed_bytes - held_bytes - output_bytes),
-        backward_transient_bytes=_backward_transient(position, before, cost.backward_peak_bytes),
+        backward_transient_bytes=_backward_transient(
+            position, before, cost.backward_peak_bytes, held_bytes=held_bytes
+        ),
     )

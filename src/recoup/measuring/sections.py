@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,14 +23,16 @@ class Section:
     Attributes:
         heads: tensors that it made and handed on, which need a gradient.
         edges: where its graph ends: at outputs of units, at earlier code, at parameters.
-        values: storages among those ends.
+        numbers: of the storages among those ends, for each; None for parameters and the like.
         parameters: among those ends.
+        gradients: after its backward has run, bytes that the gradients of those storages take, by number.
     """
 
     heads: Sequence[Tensor]
     edges: Sequence[GradientEdge]
-    values: frozenset[int]
+    numbers: Sequence[int | None]
     parameters: Sequence[Tensor]
+    gradients: dict[int, int] = field(default_factory=dict)
 
     def backward_bytes(self, meter: Meter, *, frees: bool) -> int:
         """The most that lives in its backward, with the gradients of what it handed on; nothing earlier runs.
@@ -44,8 +46,26 @@ class Section:
             return 0
         meter.reset_peak()
         before = meter.live_bytes()
-        torch.autograd.grad(seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True)
+        found = torch.autograd.grad(
+            seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True
+        )
+        self._note_gradients(found)
         return meter.peak_bytes() - before
+
+    def _note_gradients(self, found: Sequence[Tensor | None]) -> None:
+        """A gradient may be a view of a larger one: of several views, the one that waits longest counts it all."""
+        # Numbers rise in the order in which storages were made, and gradients wait in the opposite order.
+        pairs = [
+            (number, tensor)
+            for number, tensor in zip(self.numbers, found, strict=True)
+            if number is not None and tensor is not None and tensor.layout is torch.strided
+        ]
+        counted: set[int] = set()
+        for number, tensor in sorted(pairs, key=lambda pair: pair[0]):
+            storage = tensor.untyped_storage()
+            size = 0 if storage._cdata in counted else storage.nbytes()
+            self.gradients[number] = self.gradients.get(number, 0) + size
+            counted.add(storage._cdata)
 
 
 class Sections:
@@ -86,9 +106,7 @@ class Sections:
                     edges[below, index] = GradientEdge(below, index)
         numbers = [_marks(node).get((self, index)) for node, index in edges]
         parameters = [node.variable for node, _ in edges if hasattr(node, "variable")]
-        return Section(
-            heads, list(edges.values()), frozenset(n for n in numbers if n is not None), parameters
-        )
+        return Section(heads, list(edges.values()), numbers, parameters)
 
     def _is_new(self, node: Any) -> bool:
         section = _marks(node).get(self)

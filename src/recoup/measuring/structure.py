@@ -35,16 +35,18 @@ class Code:
 
     Attributes:
         saved: storages that autograd saved there.
-        transient_bytes: the most that lived meanwhile, beyond what lived before.
+        transient_bytes: the most that lived at once of what it made, and of the output of the unit before, beyond this
+            output.
         backward_bytes: the most that lived in its backward, beyond what lived before.
-        gives_gradients: storages made earlier that its backward gives a gradient, saved or not.
+        gives_gradients: storages made earlier that its backward gives a gradient, saved or not, and the bytes that this
+            gradient takes while it waits: those of all that it is a view of.
         parameters: bytes of the gradients that its backward gives parameters, by their identity.
     """
 
     saved: Storages
     transient_bytes: int
     backward_bytes: int = 0
-    gives_gradients: frozenset[int] = frozenset()
+    gives_gradients: Storages = field(default_factory=dict)
     parameters: dict[int, int] = field(default_factory=dict)
 
 
@@ -167,31 +169,32 @@ class _Looker:
         self.tail: Tail | None = None
         self._begin_code()
 
-    def _begin_code(self, call: UnitCall | None = None) -> None:
+    def _begin_code(self, call: UnitCall | None = None, output: Any = None) -> None:
         self._saved: Storages = {}
         self._held: list[Tensor] = []
-        self._unsaved: Storages = {}
         if call is not None:
-            # In a real step the unit's graph holds them. As yet the callers' frames still hold the others too.
+            # In a real step the unit's graph holds them.
             saved, given = self.calls[-1].saved_arguments, _strided(tensors_in((call.args, call.kwargs)))
             self._held = [t.detach() for t in given if self.numbers.number(t.untyped_storage()) in saved]
-            self._unsaved = {n: size for n, size in self.calls[-1].arguments.items() if n not in saved}
+        self.tracker.begin(_strided(tensors_in(output)))
+        self._recent_bytes = self.tracker.recent_bytes
         self.meter.reset_peak()
         self._live_bytes = self.meter.live_bytes()
 
     def _end_code(self, handed_on: Any) -> Code:
-        transient_bytes = self.meter.peak_bytes() - self._live_bytes
+        # Beyond what lived before where kernels need memory of their own; but some of that may have gone meanwhile.
+        beyond_bytes = self.meter.peak_bytes() - self._live_bytes
+        transient_bytes = max(beyond_bytes, self.tracker.recent_peak_bytes - self._recent_bytes)
         self._held = []
-        if transient_bytes:
-            living = self.numbers.storages(self.tracker.living())
-            transient_bytes += sum(size for number, size in self._unsaved.items() if number not in living)
         section = self.sections.next(needing_gradient(handed_on))
         self._note(section.heads)
         parameters = {
             id(p): p.numel() * p.element_size() for p in section.parameters if id(p) in self.trained
         }
         backward_bytes = section.backward_bytes(self.meter, frees=self.frees)
-        return Code(self._saved, transient_bytes, backward_bytes, section.values, parameters)
+        given = dict.fromkeys((number for number in section.numbers if number is not None), 0)
+        gradients = given | section.gradients
+        return Code(self._saved, transient_bytes, backward_bytes, gradients, parameters)
 
     def _note(self, tensors: Sequence[Tensor]) -> None:
         self.sections.note((t, self.numbers.number(t.untyped_storage())) for t in _strided(tensors))
@@ -251,7 +254,7 @@ class _Looker:
 
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
         self._note(needing_gradient(output))
-        self._begin_code(call)
+        self._begin_code(call, output)
 
     def end(self, loss: Tensor, output: Any) -> None:
         code = self._end_code(loss)

@@ -18,8 +18,9 @@ __all__ = ["MemoryTracker"]
 class _Seen(weakref.ref[torch.UntypedStorage]):
     """A storage that passed by: what it measured before it counted, and the bytes that count now."""
 
-    __slots__ = ("base_bytes", "counted_bytes", "key", "num_bytes")
+    __slots__ = ("base_bytes", "counted_bytes", "is_recent", "key", "num_bytes")
     key: int
+    is_recent: bool
     base_bytes: int
     num_bytes: int
     counted_bytes: int
@@ -61,12 +62,23 @@ class MemoryTracker(TorchDispatchMode):
         self.current_bytes = 0
         self.peak_bytes = 0
         self.made_bytes = 0
+        #: As current and peak bytes, of what `begin` was given and what was made since.
+        self.recent_bytes = 0
+        self.recent_peak_bytes = 0
         # By id: a storage keeps its Python object for life, and leaves here when it dies.
         self._seen: dict[int, _Seen] = {}
 
     def reset_peak(self) -> None:
         """Starts a new peak from what lives now."""
         self.peak_bytes = self.current_bytes
+
+    def begin(self, tensors: Iterable[Tensor] = ()) -> None:
+        """Starts to count some tensors, and what is made from now on, by themselves, whatever else goes meanwhile."""
+        keys = {id(tensor.untyped_storage()) for tensor in tensors}
+        for seen in self._seen.values():
+            seen.is_recent = seen.key in keys
+        self.recent_bytes = sum(self._seen[key].counted_bytes for key in keys if key in self._seen)
+        self.recent_peak_bytes = self.recent_bytes
 
     def living(self) -> list[torch.UntypedStorage]:
         """The storages that count now."""
@@ -89,6 +101,7 @@ class MemoryTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         before_bytes = self.current_bytes
         self._look((result,), True)
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self.recent_bytes)
         if self.current_bytes > self.peak_bytes:
             if self.limit_bytes is not None and self.current_bytes > self.limit_bytes:
                 need_bytes = self.current_bytes - before_bytes
@@ -104,6 +117,10 @@ class MemoryTracker(TorchDispatchMode):
     def _counts(self, tensor: Tensor) -> bool:
         """Whether a new tensor counts."""
         return True
+
+    def _taken(self, num_bytes: int) -> int:
+        """What a size takes of the memory."""
+        return num_bytes
 
     def _look(self, values: Iterable[Any], is_new: bool) -> None:
         seen = self._seen
@@ -128,16 +145,18 @@ class MemoryTracker(TorchDispatchMode):
         known.key = id(storage)
         known.num_bytes = known.base_bytes = storage.nbytes()
         known.counted_bytes = 0
+        known.is_recent = is_new
         self._seen[known.key] = known
         if is_new:
             known.base_bytes = 0
             self._resized(known, known.num_bytes)
 
     def _resized(self, known: _Seen, num_bytes: int) -> None:
-        grown_bytes = max(0, num_bytes - known.base_bytes) - known.counted_bytes
+        grown_bytes = self._taken(max(0, num_bytes - known.base_bytes)) - known.counted_bytes
         known.num_bytes = num_bytes
         known.counted_bytes += grown_bytes
         self.current_bytes += grown_bytes
+        self.recent_bytes += grown_bytes * known.is_recent
         self.made_bytes += max(0, grown_bytes)
         if self.observer is not None:
             self.observer(self.current_bytes)
@@ -146,6 +165,7 @@ class MemoryTracker(TorchDispatchMode):
         assert isinstance(known, _Seen)
         del self._seen[known.key]
         self.current_bytes -= known.counted_bytes
+        self.recent_bytes -= known.counted_bytes * known.is_recent
         if self.observer is not None:
             self.observer(self.current_bytes)
 

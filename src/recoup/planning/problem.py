@@ -10,7 +10,8 @@ NOTE [ The memory model ]
     4. The gradient of the last output replaces that output as the last unit's first forward ends. If the
        loss itself needs memory, make it the last unit.
     5. Parameter gradients appear when a unit's backward has run, and stay. What they need while it runs
-       belongs to the backward's transient.
+       belongs to the backward's transient. Other bytes that come or go then are ``left_bytes``: they are there
+       also while units are replayed.
     6. An option may do without its unit's input, or without a part of it (``freed_input_bytes``). It then goes as soon
        as the option's forward has run, unless it is held anyway: by the unit that made it, or because an earlier
        forward of this unit kept it to be replayed from (``Keep.INPUT``).
@@ -159,6 +160,8 @@ class Unit:
         output_bytes: of its output.
         gradient_bytes: of its output's gradient; as many as the output unless given.
         parameter_gradient_bytes: that appear when its backward has run, and stay.
+        left_bytes: further bytes that are there from then on, or, below 0, go then: outputs that the caller holds, and
+            that were some unit's until now; gradients that wait for a unit further back.
         skips: indices of earlier units, other than its neighbour, whose outputs it also reads.
         output_links: names of the links over which its output may leave.
         runs_once: whether its forward cannot be run again by an action. It then runs exactly once, under one
@@ -175,6 +178,7 @@ class Unit:
     output_bytes: int = field(kw_only=True)
     gradient_bytes: int = field(default=-1, kw_only=True)
     parameter_gradient_bytes: int = field(default=0, kw_only=True)
+    left_bytes: int = field(default=0, kw_only=True)
     skips: tuple[int, ...] = field(default=(), kw_only=True)
     output_links: tuple[str, ...] = field(default=(), kw_only=True)
     runs_once: bool = field(default=False, kw_only=True)
@@ -187,6 +191,7 @@ class Unit:
         output_bytes: int,
         gradient_bytes: int | None = None,
         parameter_gradient_bytes: int = 0,
+        left_bytes: int = 0,
         skips: Sequence[int] = (),
         output_links: Sequence[str] = (),
         runs_once: bool = False,
@@ -197,6 +202,7 @@ class Unit:
         set_field(self, "output_bytes", output_bytes)
         set_field(self, "gradient_bytes", output_bytes if gradient_bytes is None else gradient_bytes)
         set_field(self, "parameter_gradient_bytes", parameter_gradient_bytes)
+        set_field(self, "left_bytes", left_bytes)
         set_field(self, "skips", tuple(skips))
         set_field(self, "output_links", tuple(output_links))
         set_field(self, "runs_once", runs_once)
@@ -211,6 +217,10 @@ class Unit:
             gradient_bytes=self.gradient_bytes,
             parameter_gradient_bytes=self.parameter_gradient_bytes,
         )
+        if type(self.left_bytes) is not int:
+            raise ProblemError(
+                f"{owner}: left_bytes must be a whole number of bytes; got {self.left_bytes!r}."
+            )
         if not isinstance(self.runs_once, bool):
             raise ProblemError(f"{owner}: runs_once must be True or False; got {self.runs_once!r}.")
         if not self.options:
@@ -267,6 +277,11 @@ class Unit:
             parameter_gradient_bytes=parameter_gradient_bytes,
             runs_once=runs_once,
         )
+
+    @property
+    def lasting_bytes(self) -> int:
+        """By how much more is there once its backward has run, its own gradient and held bytes apart."""
+        return self.parameter_gradient_bytes + self.left_bytes
 
     @property
     def lightest(self) -> Option:

@@ -183,7 +183,7 @@ class _Machine:
         if index in self.held_option:
             self.free_held(index)
         self.gradients.remove(index)
-        self.ledger.add(unit.parameter_gradient_bytes - unit.gradient_bytes)
+        self.ledger.add(unit.lasting_bytes - unit.gradient_bytes)
         self.next_backward -= 1
         self.free_unread(index)
         self.free_unread(index - 1)

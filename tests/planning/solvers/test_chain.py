@@ -14,6 +14,7 @@ from planning.problems import budgets_between, random_problem, small_problems
 from recoup.planning import Option, Problem, Unit, minimum_budget, simulate, trace
 from recoup.planning.solvers.chain import ChainSolver, solve_chain
 from recoup.planning.solvers.chain_prepared import PreparedChain
+from recoup.planning.solvers.select import SelectSolver
 
 
 def useful_bytes(prepared: PreparedChain) -> int:
@@ -50,6 +51,21 @@ def test_nothing_persistent_is_better(problem: Problem) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_persistent_is_better_with_five_units(seed: int) -> None:
     check_against_brute_force(random_problem(seed, num_units=5, num_options=1 + seed % 3))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_persistent_is_better_where_backwards_leave_other_bytes(seed: int) -> None:
+    problem = random_problem(seed, num_units=4, leaves=True)
+    assert sum(unit.left_bytes for unit in problem.units) == 0
+    assert any(unit.left_bytes for unit in problem.units)
+    check_against_brute_force(problem)
+    # A selection is a persistent schedule.
+    selected = SelectSolver().prepare(problem, time_limit_s=1.0)
+    budget_bytes = selected.smallest_bytes
+    assert budget_bytes is not None
+    found = selected.best(budget_bytes)
+    assert found is not None
+    assert simulate(problem, found.schedule).peak_bytes == budget_bytes
 
 
 def test_nothing_persistent_is_better_with_six_units() -> None:

@@ -68,13 +68,8 @@ class _HardwareTracker(MemoryTracker):
             self.peak_bytes = max(self.peak_bytes, self.current_bytes + taken_bytes)
         return result
 
-    def _resized(self, known: Any, num_bytes: int) -> None:
-        rounded = -(-max(0, num_bytes - known.base_bytes) // self._rounding_bytes) * self._rounding_bytes
-        grown_bytes = rounded - known.counted_bytes
-        known.num_bytes = num_bytes
-        known.counted_bytes += grown_bytes
-        self.current_bytes += grown_bytes
-        self.made_bytes += max(0, grown_bytes)
+    def _taken(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._rounding_bytes) * self._rounding_bytes
 
 
 class _Fakes:

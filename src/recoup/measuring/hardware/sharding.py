@@ -110,6 +110,7 @@ def _copied(unit: Unit, options: list[Option], parameter_gradient_bytes: int) ->
         output_bytes=unit.output_bytes,
         gradient_bytes=unit.gradient_bytes,
         parameter_gradient_bytes=parameter_gradient_bytes,
+        left_bytes=unit.left_bytes,
         skips=unit.skips,
         output_links=unit.output_links,
         runs_once=unit.runs_once,

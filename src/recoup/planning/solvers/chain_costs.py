@@ -67,8 +67,8 @@ class ChainCosts:
 
     Attributes:
         output_bytes: of each unit [a].
-        before_bytes: gradients that are there while units up to t run forward: that of output t, unless it is
-            the last one, and the parameter gradients of all units after t.
+        before_bytes: what is there while units up to t run forward: the gradient of output t, unless it is
+            the last one, and what the backwards of all units after t leave.
         plain_s: seconds of a forward that keeps nothing [uf].
         start_s: ``start_s[k]`` is the sum of ``plain_s`` before unit k.
         first_bytes: what a forward that keeps nothing needs beyond its input and ``before_bytes``.
@@ -83,9 +83,9 @@ class ChainCosts:
         self.num_units = len(units)
         self.output_bytes = np.array([unit.output_bytes for unit in units], dtype=np.int64)
         gradient = np.array([unit.gradient_bytes for unit in units], dtype=np.int64)
-        parameter = np.array([unit.parameter_gradient_bytes for unit in units], dtype=np.int64)
-        #: Parameter gradients of the units after t.
-        self.after_bytes = parameter.sum() - np.cumsum(parameter)
+        lasting = np.array([unit.lasting_bytes for unit in units], dtype=np.int64)
+        #: What the backwards of the units after t leave.
+        self.after_bytes = lasting.sum() - np.cumsum(lasting)
         self.gradient_bytes = gradient + self.after_bytes
         self.before_bytes = self.gradient_bytes.copy()
         self.before_bytes[-1] = 0
@@ -118,7 +118,7 @@ class ChainCosts:
             kept_bytes = unit.output_bytes + option.held_bytes
             read_bytes = unit.gradient_bytes + option.held_bytes + option.holds_output * unit.output_bytes
             run_bytes = max(option.replay_transient_bytes, source_bytes + option.backward_transient_bytes)
-            left_bytes = source_bytes + unit.parameter_gradient_bytes
+            left_bytes = source_bytes + unit.lasting_bytes
             return OptionCosts(
                 index=position,
                 forward_s=option.forward_s,

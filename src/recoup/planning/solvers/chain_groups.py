@@ -104,6 +104,7 @@ def group_chain(problem: Problem, *, num_groups: int) -> Grouping:
                 output_bytes=members[-1].output_bytes,
                 gradient_bytes=members[-1].gradient_bytes,
                 parameter_gradient_bytes=sum(unit.parameter_gradient_bytes for unit in members),
+                left_bytes=sum(unit.left_bytes for unit in members),
                 runs_once=any(unit.runs_once for unit in members),
             )
         )
@@ -149,7 +150,7 @@ def _stretches(problem: Problem, joined: int) -> list[range]:
 
 
 def _numbers(unit: Unit) -> tuple[object, ...]:
-    sizes = (unit.output_bytes, unit.gradient_bytes, unit.parameter_gradient_bytes)
+    sizes = (unit.output_bytes, unit.gradient_bytes, unit.lasting_bytes)
     return unit.options, *sizes, unit.runs_once
 
 

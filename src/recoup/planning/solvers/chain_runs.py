@@ -71,7 +71,7 @@ def find_run(problem: Problem) -> Run:
     for unit in problem.units:
         sizes = (unit.output_bytes, unit.gradient_bytes)
         flags = (unit.skips, unit.runs_once)
-        numbers.append((unit.options, *sizes, unit.parameter_gradient_bytes, *flags, source))
+        numbers.append((unit.options, *sizes, unit.lasting_bytes, *flags, source))
         source = sizes
     best, first = Run(0, 1), 0
     for index in range(1, len(numbers) - 1):

@@ -140,7 +140,7 @@ class RevolveSolver(Solver):
 def unit_numbers(problem: Problem, index: int) -> tuple[object, ...]:
     """A unit without its name, to compare it with others."""
     unit = problem.units[index]
-    return (unit.options, unit.output_bytes, unit.gradient_bytes, unit.parameter_gradient_bytes, unit.skips)
+    return (unit.options, unit.output_bytes, unit.gradient_bytes, unit.lasting_bytes, unit.skips)
 
 
 class _PreparedRevolve(Prepared):

@@ -133,8 +133,8 @@ class Levels:
         most = np.maximum.reduceat(self.held_bytes, self.first[:-1])
         self.most_before: Ints = np.concatenate([[0], np.cumsum(most)[:-1]])
         fixed = problem.resident_bytes + problem.input_bytes
-        gradients = sum(unit.parameter_gradient_bytes for unit in problem.units)
-        self.floor_bytes = fixed + problem.input_gradient_bytes + gradients
+        lasting = sum(unit.lasting_bytes for unit in problem.units)
+        self.floor_bytes = max(fixed, fixed + problem.input_gradient_bytes + lasting)
 
     def least_before(self, budget_bytes: int) -> Ints:
         """The fewest bytes that the units before each one can hold within a feasible budget."""
@@ -219,10 +219,10 @@ def all_choices(problem: Problem) -> list[list[Choice]]:
     # Outputs and parameter gradients that are there; gradients of outputs come and go with the backwards.
     forward_bytes = problem.resident_bytes + problem.input_bytes
     waiting = _waiting_gradients(problem)
-    after_bytes = sum(unit.parameter_gradient_bytes for unit in units)
+    after_bytes = sum(unit.lasting_bytes for unit in units)
     found = []
     for index, unit in enumerate(units):
-        after_bytes -= unit.parameter_gradient_bytes
+        after_bytes -= unit.lasting_bytes
         before_bytes, new_bytes = waiting[index]
         backward_bytes = forward_bytes + after_bytes + before_bytes
         forward_bytes += unit.output_bytes
