@@ -1,12 +1,9 @@
-"""The truth about a step, to compare a profile with; and the benchmarks' models."""
+"""The truth about a step, to compare a profile with."""
 
 from __future__ import annotations
 
 import gc
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,17 +37,3 @@ def real_peak_bytes(
 def predicted_peak_bytes(profile: Profile) -> int:
     """The same, as a profile predicts it."""
     return profile.plain.peak_bytes - profile.problem.resident_bytes
-
-
-def _load_benchmark_models() -> Any:
-    path = Path(__file__).parent.parent / "benchmarks" / "models.py"
-    spec = importlib.util.spec_from_file_location("benchmark_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmark_models = _load_benchmark_models()

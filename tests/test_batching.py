@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from machines import HOST
 from torch import Tensor, nn
 
 import recoup
 from recoup.batching import BatchChoice, largest_batch
 from recoup.errors import BudgetError, HardwareError, SampleError
-from recoup.measuring import Hardware, measure
+from recoup.measuring import measure
 
 # Small operations are bound by their start, larger ones by their bytes: larger batches pay, until memory is short.
-TOY = Hardware(
-    name="toy",
-    memory_bytes=2**24,
-    float32_flops_per_s=5e11,
-    half_flops_per_s=1e12,
-    bandwidth_bytes_per_s=2e10,
-    host_link_bytes_per_s=1e10,
-    latency_s=2e-5,
-    device_type="cpu",
+TOY = replace(
+    HOST, name="toy", memory_bytes=2**24, float32_flops_per_s=5e11, half_flops_per_s=1e12, latency_s=2e-5
 )
 
 

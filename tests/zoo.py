@@ -1,4 +1,4 @@
-"""The models of the benchmarks, in their small sizes: ``zoo.MODELS["GPT"](False)``."""
+"""The models of the benchmarks: ``zoo.MODELS["GPT"](False)`` in its small size, with ``True`` in its large one."""
 
 from __future__ import annotations
 
@@ -17,5 +17,6 @@ sys.modules["zoo_models"] = _models
 _spec.loader.exec_module(_models)
 
 MODELS: dict[str, Any] = _models.MODELS
+Llama: Any = _models.Llama
 DoubleConv: Any = _models.DoubleConv
 mean_square: Any = _models.mean_square

@@ -11,24 +11,14 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmark_cases import benchmark_models
+import zoo
+from machines import HOST
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recoup
 from recoup.errors import LossError, SampleError
-from recoup.measuring import Hardware, Profile, measure
-
-HOST = Hardware(
-    name="host",
-    memory_bytes=2**34,
-    float32_flops_per_s=1e11,
-    half_flops_per_s=2e11,
-    bandwidth_bytes_per_s=2e10,
-    host_link_bytes_per_s=1e10,
-    latency_s=5e-6,
-    device_type="cpu",
-)
+from recoup.measuring import Profile, measure
 
 
 def sizes(profile: Profile) -> list[Any]:
@@ -75,7 +65,7 @@ def test_bytes_equal_those_of_the_real_step(kind: Any) -> None:
 
 @pytest.mark.parametrize("name", ["GPT", "U-Net, skips", "Llama", "ResNet, BatchNorm", "GPT, dropout, tied"])
 def test_bytes_equal_those_of_the_real_step_in_benchmarks(name: str) -> None:
-    case = benchmark_models().MODELS[name](False)
+    case = zoo.MODELS[name](False)
     real = measure(case.model, case.sample, loss=case.loss)
     assert_same_bytes(real, measure(case.model, case.sample, loss=case.loss, hardware=HOST))
 
@@ -341,7 +331,7 @@ class TestCudaKernels:
 
 def llama_70b() -> tuple[nn.Module, Tensor]:
     with torch.device("meta"):
-        model = benchmark_models().Llama(8192, 80, 64, 8, 28672, 128256).to(torch.bfloat16)
+        model = zoo.Llama(8192, 80, 64, 8, 28672, 128256).to(torch.bfloat16)
         return model, torch.empty(1, 8192, dtype=torch.long)
 
 

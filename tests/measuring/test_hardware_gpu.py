@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_cases import benchmark_models
+import zoo
 from torch import Tensor, nn
 
 import recoup
@@ -56,7 +56,7 @@ def test_peaks_are_those_of_a_real_step(
 ) -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    case = benchmark_models().MODELS[name](True)
+    case = zoo.MODELS[name](True)
     estimated = measure(case.model, case.sample, loss=case.loss, hardware=here)
     published = measure(case.model, case.sample, loss=case.loss, hardware=find_hardware("H200"))
     model, sample = case.model.cuda(), to_cuda(case.sample)
@@ -75,7 +75,7 @@ def test_peaks_are_those_of_a_real_step(
 
 
 def test_recomputed_peaks_are_those_of_a_real_step(here: Hardware) -> None:
-    case = benchmark_models().MODELS["Llama"](True)
+    case = zoo.MODELS["Llama"](True)
     estimated = measure(case.model, case.sample, hardware=here)
     low, high = recoup.minimum_budget(estimated), estimated.plain_bytes
     plan = recoup.plan(estimated, (low + high) // 2)
@@ -86,8 +86,7 @@ def test_recomputed_peaks_are_those_of_a_real_step(here: Hardware) -> None:
 
 
 def test_the_largest_batch_is_as_good_as_a_hand_search(capsys: pytest.CaptureFixture[str]) -> None:
-    models = benchmark_models()
-    model = models.Llama(1024, 8, 16, 4, 4096, 8000).to(torch.bfloat16).cuda()
+    model = zoo.Llama(1024, 8, 16, 4, 4096, 8000).to(torch.bfloat16).cuda()
 
     def make(batch_size: int) -> tuple[nn.Module, Tensor]:
         return model, torch.randint(8000, (batch_size, 1024), device="cuda")

@@ -5,21 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from machines import HOST
 from torch import Tensor, nn
 
 import recoup
-from recoup.measuring import Hardware, Profile, measure
-
-HOST = Hardware(
-    name="host",
-    memory_bytes=2**34,
-    float32_flops_per_s=1e11,
-    half_flops_per_s=2e11,
-    bandwidth_bytes_per_s=2e10,
-    host_link_bytes_per_s=1e10,
-    latency_s=5e-6,
-    device_type="cpu",
-)
+from recoup.measuring import Profile, measure
 
 
 class Net(nn.Module):

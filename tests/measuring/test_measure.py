@@ -7,7 +7,8 @@ from typing import Any
 import models
 import pytest
 import torch
-from real_steps import benchmark_models, real_peak_bytes
+import zoo
+from real_steps import real_peak_bytes
 from torch import Tensor, nn
 
 from recoup.measuring import MemoryTracker, Profile, measure
@@ -53,7 +54,7 @@ class TestWhereThePlainStepDoesNotFit:
 
     @pytest.mark.parametrize("name", ["GPT", "U-Net, skips", "LSTM, shared weights"])
     def test_models_that_people_train(self, name: str) -> None:
-        model, sample, loss = benchmark_models.MODELS[name](False)
+        model, sample, loss = zoo.MODELS[name](False)
         free = measure(model, sample, loss=loss)
         least = minimum_budget(free.problem) - free.problem.resident_bytes
         assert least < real_peak_bytes(model, sample, loss)
@@ -168,7 +169,7 @@ def test_a_unit_without_gradients_is_only_kept() -> None:
 
 
 def test_an_option_of_the_problem_for_every_recipe() -> None:
-    model = benchmark_models.MODELS["GPT"](False)
+    model = zoo.MODELS["GPT"](False)
     profile = measure(model.model, model.sample)
     for unit, planned in zip(profile.units, profile.problem.units, strict=True):
         assert unit.name == planned.name

@@ -10,7 +10,8 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from real_steps import benchmark_models, predicted_peak_bytes, real_peak_bytes
+import zoo
+from real_steps import predicted_peak_bytes, real_peak_bytes
 from torch import Tensor, nn
 
 from recoup.measuring import measure
@@ -296,9 +297,9 @@ def test_tied_weights_have_one_gradient() -> None:
     assert (units["head"], units["layer"], units["embed"]) == (50 * 24 * 4, (24 * 24 + 24) * 4, 0)
 
 
-@pytest.mark.parametrize("name", benchmark_models.MODELS)
+@pytest.mark.parametrize("name", zoo.MODELS)
 def test_models_that_people_train(name: str) -> None:
-    model, sample, loss = benchmark_models.MODELS[name](False)
+    model, sample, loss = zoo.MODELS[name](False)
     profile = measure(model, sample, loss=loss)
     real = real_peak_bytes(model, sample, loss)
     assert predicted_peak_bytes(profile) == pytest.approx(real, rel=0.01)
@@ -314,7 +315,7 @@ def test_small_models(kind: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["GPT", "ResNet, BatchNorm", "U-Net, skips", "encoder-decoder"])
 def test_on_cuda(name: str) -> None:
-    model, sample, loss = benchmark_models.MODELS[name](True)
+    model, sample, loss = zoo.MODELS[name](True)
     model = model.cuda()
     sample = tuple(x.cuda() for x in sample) if isinstance(sample, tuple) else sample.cuda()
     profile = measure(model, sample, loss=loss)

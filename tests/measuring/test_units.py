@@ -6,7 +6,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from real_steps import benchmark_models
+import zoo
 from torch import Tensor, nn
 
 from recoup.errors import UnitError
@@ -55,7 +55,7 @@ STAGES = [f"stages.{stage}.{index}" for stage in range(3) for index in range(4)]
     ],
 )
 def test_the_units_of_models_that_people_train(name: str, units: list[str]) -> None:
-    model, sample, _ = benchmark_models.MODELS[name](False)
+    model, sample, _ = zoo.MODELS[name](False)
     assert chosen(model, sample) == units
 
 

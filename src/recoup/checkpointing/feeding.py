@@ -184,7 +184,7 @@ def rooted(tensor: Tensor, *, needs_grad: bool | None = None) -> Tensor:
     if not (tensor.requires_grad if needs_grad is None else needs_grad):
         return tensor.detach()
     with torch.enable_grad():
-        root = torch.zeros((), device="cpu", requires_grad=True)
+        root = torch.empty(0, device="cpu", requires_grad=True)
         made: Tensor = _Rooted.apply(root, tensor)  # type: ignore[no-untyped-call]
     return made
 

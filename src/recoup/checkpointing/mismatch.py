@@ -120,63 +120,72 @@ def changed_saved(fn: Any, what: str) -> InputChangedError:
 def saved_otherwise(fn: Any, record: Record, tensor: Tensor, num_saved: int) -> ReplayMismatchError:
     """The replay saved a tensor of another kind at a position; while the operation runs, it says where."""
     position, kind = record
-    return ReplayMismatchError(
-        f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {position + 1} of {num_saved}"
-        f" was {_describe(kind)} in the forward and is"
-        f" {_describe(kind_of(tensor))} in the replay{_operation(fn)}.\n{_CAUSES}"
+    return _not_repeated(
+        fn,
+        f"Saved tensor {position + 1} of {num_saved} was {_describe(kind)} in the forward and is"
+        f" {_describe(kind_of(tensor))} in the replay{_operation(fn)}.",
     )
 
 
 def saved_too_few(fn: Any, record: Record, num_saved: int, num_replayed: int) -> ReplayMismatchError:
     """The replay ended before it saved a tensor that the backward needs."""
     position, kind = record
-    return ReplayMismatchError(
-        f"{describe_function(fn)}: the replay does not repeat the forward. The forward saved {num_saved} tensors, the"
-        f" replay only {num_replayed}; tensor {position + 1}, {_describe(kind)}, is missing.\n{_CAUSES}"
+    return _not_repeated(
+        fn,
+        f"The forward saved {num_saved} tensors, the replay only {num_replayed}; tensor {position + 1},"
+        f" {_describe(kind)}, is missing.",
     )
 
 
 def saved_too_many(fn: Any, num_saved: int, num_replayed: int) -> ReplayMismatchError:
     """The replay, run to its end, saved more tensors than the forward."""
-    return ReplayMismatchError(
-        f"{describe_function(fn)}: the replay does not repeat the forward. The forward saved {num_saved} tensors, the"
-        f" replay {num_replayed}.\n{_CAUSES}"
-    )
+    return _not_repeated(fn, f"The forward saved {num_saved} tensors, the replay {num_replayed}.")
 
 
 def other_parameter(fn: Any, record: Record, num_saved: int) -> ReplayMismatchError:
     """The replay used another parameter than the forward. Call it while the operation runs."""
-    return ReplayMismatchError(
-        f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {record[0] + 1} of {num_saved},"
-        f" {_describe(record[1])}, is another parameter than in the forward{_operation(fn)}: a choice between modules"
-        f" fell differently.\n{_CAUSES}"
+    position, kind = record
+    return _not_repeated(
+        fn,
+        f"Saved tensor {position + 1} of {num_saved}, {_describe(kind)}, is another parameter than in the"
+        f" forward{_operation(fn)}: a choice between modules fell differently.",
     )
 
 
 def values_drifted(fn: Any, record: Record, num_saved: int) -> ReplayMismatchError:
     """The replay saved a tensor of the right kind with other content; while the operation runs, it says where."""
     position, kind = record
-    return ReplayMismatchError(
-        f"{describe_function(fn)}: the replay does not repeat the forward. Saved tensor {position + 1} of {num_saved},"
-        f" {_describe(kind)}, has other values than in the forward{_operation(fn)}.\n{_CAUSES}\n"
-        "Operations that are not deterministic on this device show up too: torch.use_deterministic_algorithms(True)."
+    return _not_repeated(
+        fn,
+        f"Saved tensor {position + 1} of {num_saved}, {_describe(kind)}, has other values than in the"
+        f" forward{_operation(fn)}.",
+        "\nOperations that are not deterministic on this device show up too: torch.use_deterministic_algorithms(True).",
     )
 
 
 def returned_otherwise(fn: Any, place: int, kind: Kind, tensor: Tensor | None) -> ReplayMismatchError:
     """The replay of a call returned, for a later call of its span, a tensor of another kind or none."""
     now = "missing" if tensor is None else _describe(kind_of(tensor))
-    return ReplayMismatchError(
-        f"{describe_function(fn)}: the replay does not repeat the forward. Returned tensor {place + 1}, which a later"
-        f" call of the span reads, was {_describe(kind)} in the forward and is {now} in the replay.\n{_CAUSES}"
+    return _not_repeated(
+        fn,
+        f"Returned tensor {place + 1}, which a later call of the span reads, was {_describe(kind)} in the forward"
+        f" and is {now} in the replay.",
     )
 
 
 def returned_drifted(fn: Any, place: int, kind: Kind) -> ReplayMismatchError:
     """The replay of a call returned, for a later call of its span, a tensor with other content."""
+    return _not_repeated(
+        fn,
+        f"Returned tensor {place + 1}, {_describe(kind)}, which a later call of the span reads, has other values than"
+        " in the forward.",
+    )
+
+
+def _not_repeated(fn: Any, what: str, more: str = "") -> ReplayMismatchError:
+    """The frame of all of these: which function, what differs, and why that may be."""
     return ReplayMismatchError(
-        f"{describe_function(fn)}: the replay does not repeat the forward. Returned tensor {place + 1},"
-        f" {_describe(kind)}, which a later call of the span reads, has other values than in the forward.\n{_CAUSES}"
+        f"{describe_function(fn)}: the replay does not repeat the forward. {what}\n{_CAUSES}{more}"
     )
 
 

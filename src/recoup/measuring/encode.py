@@ -47,7 +47,7 @@ class Position:
     outputs: dict[int, int] = field(default_factory=dict)
     runs_once: bool = False
     held_bytes: int = 0
-    held_by_replays: int = 0
+    replay_inputs: dict[int, int] = field(default_factory=dict)
     gradient_bytes: int = 0
     counted_gradient_bytes: int = 0
     skip_gradient_bytes: int = 0
@@ -158,7 +158,7 @@ def _settle_value(
     elif savers:
         producer.held_bytes += size
     elif readers:
-        positions[readers[0]].held_by_replays += size
+        positions[readers[0]].replay_inputs[value] = size
     if any(later > index + 1 for later in readers) or last_alive > index + 2:
         producer.runs_once = True
     producer.gradient_bytes += gradient_bytes
@@ -312,24 +312,23 @@ def _backward_transient(
     return max(0, needed_bytes - counted) + position.is_tail * position.waiting_bytes
 
 
-def _freed_bytes(position: Position, option: RecipeCosts) -> int:
-    """Of what only this position is given, what it does not hold under an option."""
+def _held_arguments(position: Position, option: RecipeCosts) -> set[int]:
+    """Of what a position is given, what it holds under an option."""
     assert position.seen is not None
     pairs = zip(position.seen.numbers, option.bytes.holds_arguments, strict=True)
-    held = {number for number, is_held in pairs if is_held}
-    return sum(size for value, size in position.sole_inputs.items() if value not in held)
+    return {number for number, is_held in pairs if is_held and number is not None}
 
 
 def _option(position: Position, option: RecipeCosts, before: Position | None) -> Option:
     cost = option.bytes
+    held = _held_arguments(position, option)
     output_bytes = sum(position.outputs.values())
     held_bytes = cost.held_bytes + position.held_bytes
     # An output that the next position does not read is no output to the planner; its own graph may hold it still.
     holds_output = cost.holds_output and output_bytes > 0
     if cost.holds_output and not holds_output:
         held_bytes += max(0, cost.output_bytes - position.held_bytes)
-    if option.recipe.whole:
-        held_bytes += position.held_by_replays
+    held_bytes += sum(size for value, size in position.replay_inputs.items() if value in held)
     needed_bytes = cost.forward_peak_bytes + position.user_bytes
     return Option(
         option.recipe.name,
@@ -337,7 +336,7 @@ def _option(position: Position, option: RecipeCosts, before: Position | None) ->
         backward_s=option.seconds.backward_s,
         held_bytes=held_bytes,
         holds_output=holds_output,
-        freed_input_bytes=_freed_bytes(position, option),
+        freed_input_bytes=sum(size for value, size in position.sole_inputs.items() if value not in held),
         forward_transient_bytes=max(0, needed_bytes - held_bytes - output_bytes),
         backward_transient_bytes=_backward_transient(
             position, before, cost.backward_peak_bytes, held_bytes=held_bytes
