@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from recoup import planning
 from recoup.engines.tree import Item, Leaf, Segment, tree_of
@@ -42,11 +42,10 @@ class ModelPlan:
         """The units' options and the segments."""
         return tree_of(self.schedule.schedule, len(self.profile.units))
 
-    @property
+    @cached_property
     def predicted_bytes(self) -> int:
         """The predicted peak of the whole step, the optimizer's step included."""
-        needed = self.schedule.predicted.peak_bytes + _state_bytes(self.profile, self.items)
-        return max(needed, self.profile.residents.optimizer_peak_bytes)
+        return max(_peak_bytes(self), self.profile.residents.optimizer_peak_bytes)
 
     @property
     def predicted_s(self) -> float:
@@ -177,21 +176,39 @@ def _plan_below(profile: Profile, budget_bytes: int) -> ModelPlan | None:
         chosen = ModelPlan(profile, found, budget_bytes)
         if chosen.predicted_bytes <= budget_bytes:
             return chosen
-        spare_bytes = max(spare_bytes + 1, _state_bytes(profile, chosen.items))
+        spare_bytes += chosen.predicted_bytes - budget_bytes
         if spare_bytes >= budget_bytes:
             return None
 
 
-def _state_bytes(profile: Profile, items: tuple[Item, ...]) -> int:
-    """What units in segments hold for their replay: copies of buffers, arguments from outside the segment."""
-    swept = [
-        index for item in items if isinstance(item, Segment) for index in range(item.first, item.last + 1)
-    ]
-    return sum(_swept_bytes(profile, index) for index in swept)
+def _peak_bytes(plan: ModelPlan) -> int:
+    """The most of any moment, with what units in segments hold until their segment's backward has run."""
+    actions, predicted = plan.schedule.schedule.actions, plan.schedule.predicted
+    swept = {
+        unit: _swept_bytes(plan.profile, unit)
+        for item in plan.items
+        if isinstance(item, Segment)
+        for unit in range(item.first, item.last + 1)
+    }
+    if not any(swept.values()):
+        return predicted.peak_bytes
+    totals = {
+        item.first: sum(swept[unit] for unit in range(item.first, item.last + 1))
+        for item in plan.items
+        if isinstance(item, Segment)
+    }
+    changes = [0] * (len(actions) + 1)
+    for index, action in enumerate(actions):
+        if isinstance(action, planning.Forward):
+            changes[index] += swept.pop(action.unit, 0)
+        elif isinstance(action, planning.Backward):
+            changes[index + 1] -= totals.get(action.unit, 0)
+    held_bytes = list(accumulate(changes))
+    return max(moment.num_bytes + held_bytes[moment.action] for moment in predicted.timeline)
 
 
 def _swept_bytes(profile: Profile, index: int) -> int:
-    """What one unit holds when it is replayed as a whole."""
+    """What one unit holds when it is replayed as a whole: copies of buffers, arguments from outside its segment."""
     options = zip(profile.problem.units[index].options, profile.units[index].recipes, strict=True)
     return min((option.held_bytes for option, recipe in options if recipe.whole), default=0)
 
