@@ -148,3 +148,55 @@ class TestSkips:
         rng = random.Random(0)
         missed = [missed_bytes(model, sample, profile, kind(profile.problem, rng)) for _ in range(12)]
         assert max(missed) == 0, missed
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.gelu, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(self.gelu(self.up(self.norm(x)))))
+
+
+class TestSumsBetweenUnits:
+    """Each block's sum is code: it makes something, though as much goes meanwhile."""
+
+    @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+    def test_exactly(self, share: float) -> None:
+        torch.manual_seed(0)
+        model, sample = nn.Sequential(*(Residual(16) for _ in range(4))), torch.randn(64, 16)
+        profile = measure(model, sample, loss=mean_square, units=["*.*"])
+        assert [unit.name for unit in profile.units if unit.is_code] == [
+            "before 1.norm", "before 2.norm", "before 3.norm", "loss"
+        ]  # fmt: skip
+        low = recoup.minimum_budget(profile)
+        chosen = recoup.plan(profile, int(low + share * (profile.plain_bytes - low)))
+        assert missed_bytes(model, sample, profile, chosen.schedule.schedule) == 0
+
+
+class Sliced(nn.Module):
+    """A head that is given a view of what the layer before returned, as those of language models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(16, 48), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x[:, 0:])
+
+
+def test_no_segment_reaches_over_a_view() -> None:
+    torch.manual_seed(0)
+    model, sample = Sliced(), torch.randn(64, 8, 16)
+    profile = measure(model, sample, loss=mean_square, units=["layers.*", "head"])
+    assert {unit.name: unit.runs_once for unit in profile.problem.units} == {
+        "layers.0": False, "layers.1": False, "layers.2": True, "head": False, "loss": True
+    }  # fmt: skip
+    rng = random.Random(0)
+    missed = [missed_bytes(model, sample, profile, segments(profile.problem, rng)) for _ in range(12)]
+    assert max(missed) == 0, missed

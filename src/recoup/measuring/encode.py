@@ -8,7 +8,8 @@ NOTE [ Values between units ]
     3. What a later position than the next one reads or saves (a skip) must stay wherever it was made: it counts as
        held by its producer, whatever the option. Its producer runs once. If only replays need it, it counts as held by
        the reader's options that replay. What only the next position is given, and does not hold under an option,
-       goes when that option's forward has run.
+       goes when that option's forward has run. A producer whose output is given to the next position as a view
+       runs once, too: what replays several calls knows outputs by identity, and would hold the view.
     4. The gradient of such a value lives from the backward of the last position that computes with it, saved or
        not, to its producer's, and through the replays between them. Where another position's backward gives it
        one, that is added in place, unless the first is a view of something larger: then their sum is made beside
@@ -160,6 +161,8 @@ def _settle_value(
     elif readers:
         positions[readers[0]].replay_inputs[value] = size
     if any(later > index + 1 for later in readers) or last_alive > index + 2:
+        producer.runs_once = True
+    if any(value in seen.remade for later in readers if (seen := positions[later].seen) is not None):
         producer.runs_once = True
     producer.gradient_bytes += gradient_bytes
     givers = [later for later in range(index + 1, len(positions)) if positions[later].gives_gradient(value)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.errors import LossError
@@ -60,6 +61,7 @@ class SeenCall:
         kind: equal for calls that cost the same.
         arguments: storages that it is given.
         numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
+        remade: storages among its arguments that it is given as other tensors than units handed on: as views of them.
         outputs: storages that it hands on.
         saved_arguments: those of its arguments that its own graph saves.
         saved_inside: by modules directly inside it, bytes that their graphs save.
@@ -75,6 +77,7 @@ class SeenCall:
     kind: tuple[Any, ...] = field(repr=False)
     arguments: Storages
     numbers: tuple[int | None, ...]
+    remade: frozenset[int]
     outputs: Storages
     saved_arguments: frozenset[int]
     saved_inside: dict[str, int]
@@ -167,6 +170,8 @@ class _Looker:
         self.trained = {id(p) for p in model.parameters() if p.requires_grad}
         self.calls: list[SeenCall] = []
         self.tail: Tail | None = None
+        # By identity, as a span knows what its calls hand on.
+        self._handed = WeakTensorKeyDictionary()
         self._begin_code()
 
     def _begin_code(self, call: UnitCall | None = None, output: Any = None) -> None:
@@ -213,6 +218,8 @@ class _Looker:
         given = (call.args, call.kwargs)
         arguments = self.numbers.of(given)
         numbers = tuple(map(self.numbers.of_tensor, tensors_in(given)))
+        # Before it runs: it may add to a list that it is given.
+        remade = self._remade(tensors_in(given), numbers)
         self._saved_arguments: set[int] = set()
         inside: dict[nn.Module, dict[int, int]] = {}
         current: list[nn.Module] = []
@@ -241,6 +248,7 @@ class _Looker:
                 _kind_of_call(call, saved_inside),
                 arguments,
                 numbers,
+                remade,
                 self.numbers.of(output),
                 frozenset(self._saved_arguments),
                 saved_inside,
@@ -252,7 +260,13 @@ class _Looker:
         )
         return output
 
+    def _remade(self, tensors: Sequence[Tensor], numbers: Sequence[int | None]) -> frozenset[int]:
+        pairs = zip(tensors, numbers, strict=True)
+        return frozenset(n for tensor, n in pairs if n is not None and tensor not in self._handed)
+
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
+        for tensor in tensors_in(output):
+            self._handed[tensor] = True
         self._note(needing_gradient(output))
         self._begin_code(call, output)
 

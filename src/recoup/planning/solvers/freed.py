@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property, partial
 
 from recoup.planning.problem import Option, Problem, Unit
 from recoup.planning.simulate import simulate
@@ -95,12 +96,24 @@ class PreparedFreeing(Prepared):
         self.problem = problem
         self.rest_bytes = _rest_bytes(problem)
         self.hopeful = solver.prepare(hopeful(problem), time_limit_s=time_limit_s)
-        self.prudent = solver.prepare(prudent(problem), time_limit_s=time_limit_s)
+        self._prepare_prudent = partial(solver.prepare, prudent(problem), time_limit_s=time_limit_s)
+
+    @cached_property
+    def prudent(self) -> Prepared:
+        """The solver's work on the prudent problem, which is seldom needed."""
+        return self._prepare_prudent()
 
     @property
     def smallest_bytes(self) -> int | None:
         """The least that the schedules at the smallest budgets of both problems really need."""
-        found = [self._smallest(prepared) for prepared in (self.hopeful, self.prudent)]
+        return self._smallest_bytes
+
+    @cached_property
+    def _smallest_bytes(self) -> int | None:
+        hoped = self._smallest(self.hopeful)
+        if hoped and not self.rest_bytes and hoped[1].peak_bytes == self.hopeful.smallest_bytes:
+            return hoped[1].peak_bytes
+        found = [hoped, self._smallest(self.prudent)]
         return min((predicted.peak_bytes for _, predicted in filter(None, found)), default=None)
 
     def best(self, budget_bytes: int) -> Candidate | None:
@@ -128,14 +141,16 @@ class PreparedFreeing(Prepared):
                 break
             yield found
             excess_bytes = found[1].peak_bytes - budget_bytes
+            if excess_bytes <= 0 and within_bytes == budget_bytes and not self.rest_bytes:
+                return  # nothing that fits can be faster
             if excess_bytes <= 0:
                 break
             within_bytes -= excess_bytes
-        for prepared in (self.hopeful, self.prudent):
-            found = self._at(prepared, budget_bytes) if prepared is self.prudent else None
-            found = found or self._smallest(prepared)
-            if found is not None:
-                yield found
+        others = (
+            self._smallest(self.hopeful),
+            self._at(self.prudent, budget_bytes) or self._smallest(self.prudent),
+        )
+        yield from filter(None, others)
 
     def _smallest(self, prepared: Prepared) -> tuple[Candidate, Simulation] | None:
         smallest = prepared.smallest_bytes
