@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ __all__ = ["Fitted", "fit", "plan_to_fit", "verify"]
 
 _MOST_ROUNDS = 3
 _MOST_SPLITS = 4
+_ROOM = 0.0005
+"""On a GPU, real steps were up to 0.02 % above their prediction; to plan again costs several steps."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ class _Fitting:
             profile = self._measure(wanted)
             note("planning", 0, 1)
             try:
-                return plan(profile, budget_bytes)
+                return _plan_with_room(profile, budget_bytes)
             except BudgetError as error:
                 if smallest is None or error.smallest_bytes < smallest.smallest_bytes:
                     smallest = error
@@ -236,6 +239,15 @@ class _Fitting:
             chosen = plan(_with_surprise(chosen, seen), chosen.budget_bytes)
             apply(self.step.model, chosen)
         raise _missed(chosen, peaks)
+
+
+def _plan_with_room(profile: Profile, budget_bytes: int) -> ModelPlan:
+    """Plans for a little less, where there is such a plan: a device's own small allocations vary from step to step."""
+    if profile.device.startswith("cuda"):
+        with suppress(BudgetError):
+            chosen = plan(profile, budget_bytes - int(budget_bytes * _ROOM))
+            return replace(chosen, budget_bytes=budget_bytes)
+    return plan(profile, budget_bytes)
 
 
 def _missed(chosen: ModelPlan, peaks: Sequence[int]) -> BudgetError:

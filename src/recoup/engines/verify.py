@@ -29,7 +29,7 @@ from recoup.sizes import format_bytes
 __all__ = ["Verification", "verify_step"]
 
 _REPEATS = 2
-_LONG_S = 1.0
+_LONG_S = 5.0
 """A step of this length is timed once: it hardly varies."""
 _MOST_PLAIN_STEPS = 3
 
