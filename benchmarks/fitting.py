@@ -220,7 +220,7 @@ def minimum(device: str) -> Lines:
         profile = recoup.measure(case.model, case.sample, loss=case.loss)
         low = recoup.minimum_budget(profile)
         if isinstance(case.model, Chain):
-            # At the very floor of a chain, replays nest as deep as it is long: half of torch's peak is practical.
+            # At the very floor of a chain each unit is replayed dozens of times: half of torch's peak is practical.
             low = max(low, profile.residents.total_bytes + profile.residents.gradient_bytes + theirs // 2)
         fitted, _ = fit_at(case, low)
         assert fitted.verification is not None

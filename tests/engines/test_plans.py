@@ -11,8 +11,10 @@ import pytest
 import torch
 from handmade import Chain, keep, make_plan, replay, segment
 from torch import nn
+from zoo import Llama
 
 import recoup
+from recoup import planning
 from recoup.engines import Leaf, ModelPlan, frontier, minimum_budget, plan
 from recoup.errors import BudgetError, SizeError
 from recoup.measuring import Profile, Recipe
@@ -179,3 +181,26 @@ def test_a_plan_prints() -> None:
     )
     assert lines[1:] == ["  units.0-2: recompute", "  units.3-5: keep"]
     assert repr(found).startswith("ModelPlan(schedule=Plan(")
+
+
+def test_what_segments_hold_does_not_take_many_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner does not know of it, so a plan may need more than the budget, and is then made again for less."""
+    model = Llama(64, 12, 4, 1, 176, 1000)
+
+    def in_double(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = x.double()  # a copy, so that a kept block does without its input and a replayed one does not
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+    monkeypatch.setattr(type(model.norm), "forward", in_double)
+    torch.manual_seed(0)
+    profile = recoup.measure(model, torch.randint(500, (2, 128)))
+    low, high = minimum_budget(profile), profile.plain_bytes
+    calls: list[int] = []
+    solve = planning.plan
+    monkeypatch.setattr(
+        planning, "plan", lambda *args, **options: (calls.append(1), solve(*args, **options))[1]
+    )
+    for share in (0.0, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2):
+        calls.clear()
+        assert plan(profile, int(low + share * (high - low))).predicted_bytes <= low + share * (high - low)
+        assert len(calls) <= 5

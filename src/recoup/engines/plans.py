@@ -168,7 +168,7 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
 def _plan_below(profile: Profile, budget_bytes: int) -> ModelPlan | None:
     """Plans with room for what segments hold besides their input, which the planner does not know of."""
     spare_bytes = 0
-    while True:
+    while spare_bytes < budget_bytes:
         try:
             found = planning.plan(profile.problem, budget_bytes - spare_bytes, solvers=_SOLVERS)
         except BudgetError:
@@ -176,20 +176,17 @@ def _plan_below(profile: Profile, budget_bytes: int) -> ModelPlan | None:
         chosen = ModelPlan(profile, found, budget_bytes)
         if chosen.predicted_bytes <= budget_bytes:
             return chosen
-        spare_bytes += chosen.predicted_bytes - budget_bytes
-        if spare_bytes >= budget_bytes:
-            return None
+        excess_bytes = chosen.predicted_bytes - budget_bytes
+        # First by as much as is missing; plans differ by little, so after that by all that may be.
+        all_bytes = sum(_swept_bytes_by_unit(chosen).values()) if spare_bytes else 0
+        spare_bytes = max(spare_bytes + excess_bytes, all_bytes)
+    return None
 
 
 def _peak_bytes(plan: ModelPlan) -> int:
     """The most of any moment, with what units in segments hold until their segment's backward has run."""
     actions, predicted = plan.schedule.schedule.actions, plan.schedule.predicted
-    swept = {
-        unit: _swept_bytes(plan.profile, unit)
-        for item in plan.items
-        if isinstance(item, Segment)
-        for unit in range(item.first, item.last + 1)
-    }
+    swept = _swept_bytes_by_unit(plan)
     if not any(swept.values()):
         return predicted.peak_bytes
     totals = {
@@ -205,6 +202,12 @@ def _peak_bytes(plan: ModelPlan) -> int:
             changes[index + 1] -= totals.get(action.unit, 0)
     held_bytes = list(accumulate(changes))
     return max(moment.num_bytes + held_bytes[moment.action] for moment in predicted.timeline)
+
+
+def _swept_bytes_by_unit(plan: ModelPlan) -> dict[int, int]:
+    segments = (item for item in plan.items if isinstance(item, Segment))
+    units = (unit for item in segments for unit in range(item.first, item.last + 1))
+    return {unit: _swept_bytes(plan.profile, unit) for unit in units}
 
 
 def _swept_bytes(profile: Profile, index: int) -> int:
