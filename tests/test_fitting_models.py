@@ -203,8 +203,8 @@ def transformers_case(name: str) -> Case:
     return Case(model, {"input_ids": tokens, "labels": tokens})
 
 
-# In per cent. Under some plans at the minimum, 13,376 bytes too high on T5 (of 854,536).
-OUTSIDE_TOLERANCE = {"T5": 1.6}
+# In per cent. Under some plans at the minimum, T5 is predicted up to 15,600 bytes too high (of 854,536).
+OUTSIDE_TOLERANCE = {"T5": 2.5}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

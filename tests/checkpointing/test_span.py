@@ -9,6 +9,7 @@ import weakref
 from collections import Counter, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import models
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from spans import caller, nested
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as non_reentrant
 
 import recoup
 from recoup import Checkpoint, checkpoint
@@ -313,6 +315,113 @@ def test_a_call_that_returns_what_it_was_given() -> None:
         return grad
 
     assert torch.equal(run(caller(Span(Checkpoint()))), run(models.plainly))
+
+
+# What groups start from
+
+
+def test_a_dropped_call_at_the_end_of_a_group() -> None:
+    x = leaf()
+    call = caller(Span(Checkpoint(), (Group(1, 2),)))
+    a, b = call(lambda x: (x.sin(), x.cos()), x)
+    c = call(torch.exp, a)
+    call(torch.mul, c, b)
+    c.sum().backward()
+    assert torch.equal(x.grad, x.sin().exp() * x.cos())
+
+
+@pytest.mark.parametrize("check", ["metadata", "values"])
+@pytest.mark.parametrize(
+    "groups", [(Group(1, 2),), (Group(1, 1), Group(2, 2)), (Group(0, 2, (Group(1, 2),)),)]
+)
+def test_statistics_that_change_without_a_version(groups: tuple[Group, ...], check: Any) -> None:
+    x = leaf(4, 3)
+
+    def run(call: Callable[..., Any]) -> Tensor:
+        h, mean, variance = call(lambda x: (x * 2, torch.zeros(3), torch.ones(3)), x)
+        h, mean = call(lambda h, m, v: (F.batch_norm(h, m, v, training=True), m), h, mean, variance)
+        h = call(lambda h, m: (h * m.sum()).sin(), h, mean)
+        (grad,) = torch.autograd.grad(call(torch.exp, h).sum(), x)
+        return grad
+
+    assert torch.equal(run(caller(Span(Checkpoint(check=check), groups))), run(models.plainly))
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_group_that_nobody_wants_holds_nothing() -> None:
+    memory, seen, x = MemoryTracker(), [], leaf()
+
+    def frozen(x: Tensor) -> Tensor:
+        return torch.ones(20, 256)
+
+    def less(x: Tensor) -> Tensor:
+        return x[0] * 2
+
+    def trained(y: Tensor, w: Tensor) -> Tensor:
+        if recoup.is_replaying():
+            seen.append(memory.current_bytes // KIB)
+        return (y * w).sin()
+
+    with memory:
+        call = caller(Span(Checkpoint(), (Group(1, 1),)))
+        y = call(less, call(frozen, torch.ones(1)))
+        for _ in range(2):
+            y = call(trained, y, x)
+        loss = y.sum()
+        del y, call
+        loss.backward()
+    assert max(seen) < 20
+
+
+def test_a_start_changed_in_place_behind_hooks_that_give_once() -> None:
+    x = leaf()
+
+    def run(call: Callable[..., Any]) -> Tensor:
+        y = call(lambda a: a * 2, x)
+        y = call(lambda a: a.mul_(3).sin(), y)
+        y = call(lambda a, b: (a * b).exp(), y, x * 1)
+        return call(torch.sin, y)
+
+    (expected,) = torch.autograd.grad(run(models.plainly).sum(), x)
+    for groups in ((Group(1, 2),), (Group(1, 3, (Group(2, 3),)),)):
+        for outer in (checkpoint, partial(non_reentrant, use_reentrant=False)):
+            y = outer(lambda x, groups=groups: run(caller(Span(Checkpoint(), groups))), x)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert torch.equal(grad, expected)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_replay_that_raises_leaves_no_starts() -> None:
+    def fn(x: Tensor, is_last: bool) -> Tensor:
+        if is_last and recoup.is_replaying():
+            raise ValueError("in the replay")
+        return x.cos()
+
+    with MemoryTracker() as memory:
+        call, y = caller(Span(Checkpoint(), nested([2]))), leaf() * 1
+        for index in range(6):
+            y = call(fn, y, index == 5)
+        loss = y.sum()
+        del y
+        before = memory.current_bytes
+        with contextlib.suppress(ValueError):
+            loss.backward(retain_graph=True)
+        assert memory.current_bytes == before
+
+
+def test_a_parameter_that_a_call_returns_stays_one() -> None:
+    weight, x = nn.Parameter(torch.randn(256)), leaf()
+
+    def use(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w).sin() if isinstance(w, nn.Parameter) else x.exp()
+
+    def run(call: Callable[..., Any]) -> tuple[Tensor, ...]:
+        w = call(lambda x: weight, x)
+        y = call(use, call(use, x, w), w)
+        return torch.autograd.grad(call(torch.exp, y).sum(), (x, weight))
+
+    found = run(caller(Span(Checkpoint(), (Group(1, 2),))))
+    assert all(map(torch.equal, found, run(models.plainly)))
 
 
 # Random numbers, buffers, surroundings

@@ -50,7 +50,9 @@ def between(kind: str, how: str, output: Tensor) -> Tensor:
     return output
 
 
-def run(program: Any, leaves: list[Tensor], num_losses: int, call: Callable[..., Any]) -> list[Tensor]:
+def run(
+    program: Any, leaves: list[Tensor], num_kept: int, num_losses: int, call: Callable[..., Any]
+) -> list[Tensor]:
     torch.manual_seed(3)
     values, outputs = [leaf * 1 for leaf in leaves], []
     for index, (kind, reads, how) in enumerate(program):
@@ -60,6 +62,8 @@ def run(program: Any, leaves: list[Tensor], num_losses: int, call: Callable[...,
         outputs.append(between(kind, how, first))
         values += [outputs[-1], *more]
     found: list[Tensor] = []
+    del values, inputs, output, first, more
+    outputs = outputs[:num_kept]
     for number in range(num_losses):
         loss = torch.stack([(output * (1 + number)).sum() for output in [*leaves, *outputs[number:]]]).sum()
         found += torch.autograd.grad(loss, leaves, retain_graph=number < num_losses - 1)
@@ -69,16 +73,19 @@ def run(program: Any, leaves: list[Tensor], num_losses: int, call: Callable[...,
 @given(
     program=st.lists(STEPS, min_size=1, max_size=7),
     levels=st.lists(st.integers(1, 4), max_size=3),
+    num_kept=st.integers(1, 7),  # of the outputs; later ones are dropped
     num_losses=st.integers(1, 3),
     early_stop=st.booleans(),
     check=st.sampled_from(["metadata", "values", "none"]),
 )
-@settings(deadline=None, max_examples=100, derandomize=True)
-def test_any_program(program: Any, levels: list[int], num_losses: int, early_stop: bool, check: Any) -> None:
+@settings(deadline=None, max_examples=150, derandomize=True)
+def test_any_program(
+    program: Any, levels: list[int], num_kept: int, num_losses: int, early_stop: bool, check: Any
+) -> None:
     """Calls that read any earlier values, changed or not in between, and several backwards through one graph."""
     options = Checkpoint(early_stop=early_stop, check=check)
     leaves = [torch.randn(2, 2, requires_grad=True) for _ in range(2)]
-    expected = run(program, leaves, num_losses, models.plainly)
-    found = run(program, leaves, num_losses, caller(Span(options, nested(levels))))
+    expected = run(program, leaves, num_kept, num_losses, models.plainly)
+    found = run(program, leaves, num_kept, num_losses, caller(Span(options, nested(levels))))
     for left, right in zip(found, expected, strict=True):
         assert torch.equal(left, right)

@@ -26,6 +26,7 @@ __all__ = ["FedArguments", "Feed", "Flow", "Outputs", "Place", "rooted", "tensor
 Place: TypeAlias = tuple[int, int]
 """A call, and a place among the tensors of its output."""
 
+_SMALL_BYTES = 1 << 16
 _DEEPEST = 16
 """An output may contain itself."""
 
@@ -83,7 +84,7 @@ class FedArguments(Arguments):
     reference counting could free that.
     """
 
-    __slots__ = ("_outside", "_tree", "feeds")
+    __slots__ = ("_fed", "_fed_versions", "_outside", "_tree", "changed_feeds", "feeds")
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], find: Callable[[Tensor], Feed | None]
@@ -93,6 +94,10 @@ class FedArguments(Arguments):
         self._tree = take_all_apart(args, kwargs, tensors, others)
         found = [find(tensor) for tensor in tensors]
         self.feeds = {slot: feed for slot, feed in enumerate(found) if feed is not None}
+        self._fed = [tensors[slot] for slot in self.feeds]
+        self._fed_versions = versions_of(self._fed)
+        self.changed_feeds: set[Place] = set()
+        """What the function changed in place of what it was fed, filled by `settle`."""
         self._outside = {slot: tensors[slot].requires_grad for slot, feed in enumerate(found) if feed is None}
         """The slots of the others, and whether these need a gradient."""
         held = [tensors[slot] for slot in self._outside]
@@ -100,6 +105,13 @@ class FedArguments(Arguments):
         bare = {id(t): t if t.grad_fn is None else t.detach() for t in held}
         super().__init__(tuple(bare[id(t)] for t in held), {})
         self.others = others
+
+    def settle(self) -> None:
+        """Notes, right after the forward, what the function itself changed in place."""
+        super().settle()
+        versions = zip(self._fed_versions, versions_of(self._fed), self.feeds.values(), strict=True)
+        self.changed_feeds = {(feed.call, feed.place) for then, now, feed in versions if then != now}
+        self._fed = []
 
     def put_together(
         self, held: Sequence[Tensor], give: Callable[[Feed], Tensor]
@@ -162,7 +174,10 @@ class Flow:
 
     def look_at(self, place: Place) -> Tensor:
         """A tensor that waits, without what led to it in this replay."""
-        return rooted(self._waiting[place])
+        tensor = self._waiting[place]
+        if not tensor.requires_grad and tensor.layout is torch.strided and tensor.nbytes <= _SMALL_BYTES:
+            return tensor.clone()
+        return tensor if tensor.grad_fn is None else rooted(tensor)
 
 
 class _Rooted(torch.autograd.Function):

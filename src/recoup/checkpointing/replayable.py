@@ -111,6 +111,9 @@ class Replayable(ABC):
                 values, versions = self._make(key, carefully=self._options.check == "values")
             except ReplayMismatchError as error:
                 raise self._locate(key, error) from None
+            except BaseException:
+                self._drop()
+                raise
             if not in_backward:
                 self._drop()
                 return values[key]
@@ -134,15 +137,17 @@ class Replayable(ABC):
 
     def _locate(self, key: Any, error: ReplayMismatchError) -> ReplayMismatchError:
         """Replays once more, comparing every tensor while the operation that saves it runs: that can say where."""
+        self._drop()
         if self._options.check != "metadata":
             return error
-        self._drop()
         try:
             self._make(key, carefully=True)
         except ReplayMismatchError as located:
             return located
         except Exception:
             return error
+        finally:
+            self._drop()
         return error
 
 

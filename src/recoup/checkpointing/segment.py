@@ -19,13 +19,15 @@ NOTE [ How a span works ]
    *start*. From there the group is replayed when the backward gets to it, with the groups inside it treated likewise.
    A group that ends a replay does not run at all before that. However deep groups lie in each other, a call has one
    frame, and each of its runs costs the same.
-8. A start goes when its replay begins. If one was changed in place by its group's calls, or what is wanted lies
-   before all starts (a second backward, a value read twice), the replay begins at the first call.
+8. A start goes when its replay begins. If what is wanted lies before all starts (a second backward, a value read
+   twice), the replay begins at the first call. A group whose calls change in place what they are given from before
+   it has no start: its calls are replayed as if they were in none. Changes that no version counter shows are safe in
+   small tensors without gradients, such as statistics, of which a start has a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from sys import maxsize
@@ -151,7 +153,7 @@ class Segment(Replayable):
         first, end = start.group.first, self._end_of_wanted(start.group)
         flow = Flow((call.arguments for call in self._calls[first:end]), self._options.check, start.fed)
         start.fed = {}  # from here on it is the flow that lets go of each tensor with its last reader
-        groups = {group.first: group for group in start.group.groups}
+        groups = {group.first: group for group in self._with_starts(start.group.groups)}
         index = first
         while index < end:
             group = groups.get(index)
@@ -159,13 +161,13 @@ class Segment(Replayable):
                 self._replay_call(index, start, flow, made, Manner(carefully, to_end=index < end - 1))
                 index += 1
                 continue
-            inner = self._start_of(group, start, flow)
-            if self._end_of_wanted(group) > group.first:
-                self._starts.append(inner)
+            inner = self._leave_start(group, start, flow)
             if end <= group.last + 1:
                 return  # nothing after it needs its outputs
             for index in range(group.first, group.last + 1):
-                inner.outside[index] = self._replay_call(index, start, flow, made, FORGETFUL)
+                outside = self._replay_call(index, start, flow, made, FORGETFUL)
+                if inner is not None:
+                    inner.outside[index] = outside
             index = group.last + 1
 
     def _replay_call(
@@ -174,7 +176,7 @@ class Segment(Replayable):
         """Replays one call; returns what it was given from outside the span."""
         frame, arguments = self._calls[index]
         frame.refuse_stale()
-        outside = start.outside.get(index)
+        outside = start.outside.pop(index, None)
         if outside is None:
             outside, _ = arguments.rebuild()
         args, kwargs = arguments.put_together(outside, flow.give)
@@ -186,13 +188,29 @@ class Segment(Replayable):
         # Nothing but its readers keeps an output while the next call runs: this returns none of it.
         return outside
 
-    def _start_of(self, group: Group, around: _Start, flow: Flow) -> _Start:
-        """What the calls of a group are given from before it, as far as this replay has it."""
-        calls = self._calls[group.first : group.last + 1]
-        feeds = (feed for call in calls for feed in call.arguments.feeds.values())
+    def _with_starts(self, groups: Iterable[Group]) -> Iterator[Group]:
+        """The groups that can be replayed from their starts: not those whose calls change these in place."""
+        for group in groups:
+            changed = {place for call in self._calls_of(group) for place in call.arguments.changed_feeds}
+            if any(place[0] < group.first for place in changed):
+                yield from self._with_starts(group.groups)
+            else:
+                yield group
+
+    def _leave_start(self, group: Group, around: _Start, flow: Flow) -> _Start | None:
+        """Notes what the wanted calls of a group are given from before it, as far as this replay has it."""
+        wanted = self._calls[group.first : self._end_of_wanted(group)]
+        if not wanted:
+            return None
+        feeds = (feed for call in wanted for feed in call.arguments.feeds.values())
         places = {(feed.call, feed.place) for feed in feeds if feed.call < group.first}
         outside = {index: given for index, given in around.outside.items() if index in group}
-        return _Start(group, {place: flow.look_at(place) for place in places}, outside)
+        start = _Start(group, {place: flow.look_at(place) for place in places}, outside)
+        self._starts.append(start)
+        return start
+
+    def _calls_of(self, group: Group) -> list[_Call]:
+        return self._calls[group.first : group.last + 1]
 
     def _end_of_wanted(self, group: Group) -> int:
         """One past the last call of a group from which something is wanted."""
