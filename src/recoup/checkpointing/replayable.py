@@ -118,11 +118,12 @@ class Replayable(ABC):
                 self._drop()
                 return values[key]
             # Taken before the others are there for all to see.
-            tensor = values[key] if isinstance(self._values, _Lasting) else values.pop(key)
-            self._versions.update(versions)
-            self._values.update(values)
-            if is_new:
-                self._task = task
+            tensor = values[key] if type(self._values) is _Lasting else values.pop(key)
+            if not is_new:
+                self._versions.update(versions)
+                self._values.update(values)
+            else:
+                self._versions, self._task, self._values = versions, task, values
                 if self._has_left():
                     # Weakly: the callback lives until the backward ends, the frame should not.
                     _queue_callback(partial(_forget, weakref.ref(self), task))
