@@ -139,24 +139,25 @@ def imports(num_runs: int) -> Lines:
     ]
 
 
-def command_help(num_runs: int) -> Lines:
-    """The command line's help."""
+def process_times(num_runs: int, expected: str, *arguments: str) -> list[float]:
+    """Seconds of whole processes of the command line that print what is expected."""
     times = []
     for _ in range(num_runs):
-        taken_s, text = run("-m", "recoup", "--help")
-        assert "usage: recoup" in text
+        taken_s, text = run("-m", "recoup", *arguments)
+        assert expected in text
         times.append(taken_s)
+    return times
+
+
+def command_help(num_runs: int) -> Lines:
+    """The command line's help."""
+    times = process_times(num_runs, "usage: recoup", "--help")
     return [row("`recoup --help`, whole process", times, seconds, 0.3)]
 
 
 def demo(num_runs: int) -> Lines:
     """The demo."""
-    times = []
-    for _ in range(num_runs):
-        taken_s, text = run("-m", "recoup", "demo")
-        assert "bit for bit" in text
-        times.append(taken_s)
-    return [row("`recoup demo`, whole process", times, seconds, 60)]
+    return [row("`recoup demo`, whole process", process_times(num_runs, "bit for bit", "demo"), seconds, 60)]
 
 
 def report(num_runs: int) -> Lines:

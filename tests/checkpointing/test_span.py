@@ -390,6 +390,23 @@ def test_a_start_changed_in_place_behind_hooks_that_give_once() -> None:
             assert torch.equal(grad, expected)
 
 
+def test_a_start_that_only_the_replay_changes() -> None:
+    """The forward could not tell, so the replay goes back to the first call."""
+
+    def clears(a: Tensor) -> Tensor:
+        doubled = a * 2
+        if recoup.is_replaying():
+            a.zero_()
+        return doubled
+
+    x = leaf()
+    call = caller(Span(Checkpoint(), (Group(1, 2),)))
+    y = call(torch.tanh, call(torch.sin, call(clears, call(lambda x: x + 1, x))))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(((x + 1) * 2).sin().tanh().sum(), x)
+    assert torch.equal(grad, expected)
+
+
 @pytest.mark.usefixtures("no_gc")
 def test_a_replay_that_raises_leaves_no_starts() -> None:
     def fn(x: Tensor, is_last: bool) -> Tensor:

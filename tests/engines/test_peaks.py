@@ -41,6 +41,12 @@ def missed_bytes(model: nn.Module, sample: Any, profile: Profile, schedule: Sche
     return profile.problem.resident_bytes + peak_bytes - chosen.predicted_bytes
 
 
+def missed_by_plans(model: nn.Module, sample: Any, kind: Any) -> list[int]:
+    """The same under a dozen random schedules of a kind."""
+    profile, rng = measure(model, sample, loss=mean_square), random.Random(0)
+    return [missed_bytes(model, sample, profile, kind(profile.problem, rng)) for _ in range(12)]
+
+
 def options_each(problem: Problem, rng: random.Random) -> Schedule:
     """Every unit under any of its options."""
     chosen = [rng.randrange(len(unit.options)) for unit in problem.units]
@@ -99,10 +105,7 @@ class TestLayersThatCopyTheirInput:
 
     @pytest.mark.parametrize("kind", [options_each, segments])
     def test_no_plan_needs_more_than_predicted(self, kind: Any) -> None:
-        model, sample = self.make()
-        profile = measure(model, sample, loss=mean_square)
-        rng = random.Random(0)
-        missed = [missed_bytes(model, sample, profile, kind(profile.problem, rng)) for _ in range(12)]
+        missed = missed_by_plans(*self.make(), kind)
         assert all(-self.norm_bytes <= num_bytes <= 0 for num_bytes in missed), missed
 
 
@@ -143,10 +146,7 @@ class TestSkips:
 
     @pytest.mark.parametrize("kind", [options_each, segments])
     def test_no_plan_needs_more_than_predicted(self, kind: Any) -> None:
-        model, sample = self.make()
-        profile = measure(model, sample, loss=mean_square)
-        rng = random.Random(0)
-        missed = [missed_bytes(model, sample, profile, kind(profile.problem, rng)) for _ in range(12)]
+        missed = missed_by_plans(*self.make(), kind)
         assert max(missed) == 0, missed
 
 
