@@ -21,7 +21,8 @@
     │   ├── UnitError                  units that the model does not have or never calls
     │   ├── ApplyError                 a plan that does not belong to the model
     │   ├── HardwareError              hardware that is not known, or a damaged file of it
-    │   └── VerificationError          a real step that passes the budget or changes a gradient
+    │   └── VerificationError          a real step that changes a gradient
+    │       └── OverBudgetError          or that passes the budget
     ├── CommandError                 a factory or file on the command line that cannot be used
     └── PlanningError                the planner
         ├── ProblemError               numbers, names or links that make no sense
@@ -50,6 +51,7 @@ __all__ = [
     "LossError",
     "NotHeldError",
     "NothingToCheckpointError",
+    "OverBudgetError",
     "PlanningError",
     "PolicyError",
     "PrecisionError",
@@ -145,6 +147,18 @@ class HardwareError(FitError, ValueError):
 
 class VerificationError(FitError, RuntimeError):
     """A real step under the plan that passes the budget, or whose gradients differ from the plain step's."""
+
+
+class OverBudgetError(VerificationError):
+    """A real step under the plan that passes the budget.
+
+    Attributes:
+        peak_bytes: what it took.
+    """
+
+    def __init__(self, message: str, *, peak_bytes: int) -> None:
+        super().__init__(message)
+        self.peak_bytes = peak_bytes
 
 
 class CommandError(RecoupError, ValueError):

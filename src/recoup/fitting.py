@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from recoup.auditing import Audit, audit_step
 from recoup.engines import ModelPlan, apply, plan, remove
-from recoup.engines.verify import Verification, check_budget, refuse, verify_step
-from recoup.errors import BudgetError
+from recoup.engines.plans import may_fit
+from recoup.engines.verify import Verification, verify_step
+from recoup.errors import BudgetError, OverBudgetError
 from recoup.measuring.budgets import read_budget
 from recoup.measuring.calls import watch_calls
 from recoup.measuring.intercept import install, installed
@@ -145,12 +146,10 @@ def verify(
     """Runs a real step of a model whose plan is applied: peak against budget, gradients against the plain step.
 
     Raises:
-        VerificationError: the peak passes the plan's budget, or a gradient differs from the plain step's.
+        OverBudgetError: the peak passes the plan's budget.
+        VerificationError: a gradient differs from the plain step's.
     """
-    seen = verify_step(TrainingStep(model, sample, loss=loss, step=step), plan, optimizer)
-    if check_budget(seen, plan):
-        raise refuse(seen, plan, 1)
-    return seen
+    return verify_step(TrainingStep(model, sample, loss=loss, step=step), plan, optimizer)
 
 
 def plan_to_fit(
@@ -232,21 +231,21 @@ class _Fitting:
         """Verifies; where a real step passes the budget, plans again with what that showed."""
         peaks = []
         for _ in range(_MOST_ROUNDS):
-            seen = verify_step(self.step, chosen, self.optimizer)
-            if not check_budget(seen, chosen):
-                return chosen, seen
-            peaks.append(seen.peak_bytes)
-            chosen = plan(_with_surprise(chosen, seen), chosen.budget_bytes)
+            try:
+                return chosen, verify_step(self.step, chosen, self.optimizer)
+            except OverBudgetError as error:
+                peaks.append(error.peak_bytes)
+            chosen = plan(_with_surprise(chosen, peaks[-1]), chosen.budget_bytes)
             apply(self.step.model, chosen)
         raise _missed(chosen, peaks)
 
 
 def _plan_with_room(profile: Profile, budget_bytes: int) -> ModelPlan:
     """Plans for a little less, where there is such a plan: a device's own small allocations vary from step to step."""
-    if profile.device.startswith("cuda"):
+    roomy_bytes = budget_bytes - int(budget_bytes * _ROOM)
+    if profile.device.startswith("cuda") and may_fit(profile, roomy_bytes):
         with suppress(BudgetError):
-            chosen = plan(profile, budget_bytes - int(budget_bytes * _ROOM))
-            return replace(chosen, budget_bytes=budget_bytes)
+            return replace(plan(profile, roomy_bytes), budget_bytes=budget_bytes)
     return plan(profile, budget_bytes)
 
 
@@ -261,9 +260,9 @@ def _missed(chosen: ModelPlan, peaks: Sequence[int]) -> BudgetError:
     )
 
 
-def _with_surprise(chosen: ModelPlan, seen: Verification) -> Profile:
+def _with_surprise(chosen: ModelPlan, peak_bytes: int) -> Profile:
     """The profile with the bytes that the prediction missed, as if they were always there."""
-    surprise = seen.peak_bytes - chosen.predicted_bytes
+    surprise = peak_bytes - chosen.predicted_bytes
     problem = chosen.profile.problem
     learned = Problem(problem.units, resident_bytes=problem.resident_bytes + max(0, surprise))
     return replace(chosen.profile, problem=learned)

@@ -16,7 +16,7 @@ import recoup
 from recoup import fitting
 from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove
 from recoup.engines.verify import Verification
-from recoup.errors import BudgetError, VerificationError
+from recoup.errors import BudgetError, OverBudgetError, VerificationError
 from recoup.measuring import MemoryTracker, Profile
 from recoup.measuring.meter import CpuMeter
 from recoup.planning import Problem
@@ -239,11 +239,15 @@ def chain() -> tuple[nn.Module, Tensor]:
     )
 
 
-def count_rounds(monkeypatch: pytest.MonkeyPatch) -> list[Verification]:
-    rounds = []
+def count_rounds(monkeypatch: pytest.MonkeyPatch) -> list[Verification | OverBudgetError]:
+    rounds: list[Verification | OverBudgetError] = []
 
     def verify_step(*args: Any) -> Verification:
-        rounds.append(VERIFY(*args))
+        try:
+            rounds.append(VERIFY(*args))
+        except OverBudgetError as error:
+            rounds.append(error)
+            raise
         return rounds[-1]
 
     monkeypatch.setattr(fitting, "verify_step", verify_step)
@@ -274,12 +278,11 @@ def test_after_three_plans_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = []
 
     def verify_step(*args: Any) -> Verification:
-        seen = VERIFY(*args)
-        rounds.append(replace(seen, peak_bytes=budget + 100 - len(rounds)))
-        return rounds[-1]
+        rounds.append(budget + 100 - len(rounds))
+        raise OverBudgetError("above", peak_bytes=rounds[-1])
 
     monkeypatch.setattr(fitting, "verify_step", verify_step)
-    monkeypatch.setattr(fitting, "_with_surprise", lambda chosen, seen: chosen.profile)
+    monkeypatch.setattr(fitting, "_with_surprise", lambda chosen, peak_bytes: chosen.profile)
     with pytest.raises(
         BudgetError, match=rf"After 3 plans .*still peaks at .*\({budget + 98} bytes\)"
     ) as caught:
@@ -304,7 +307,7 @@ def test_verify_alone_refuses_a_peak_above_the_budget() -> None:
     model, x = chain()
     fitted = recoup.fit(model, x, budget=middle(model, x, loss=torch.sum), loss=torch.sum)
     small = replace(fitted.plan, budget_bytes=fitted.verification.peak_bytes - 1)
-    with pytest.raises(VerificationError, match=r"a real step still peaks at .*above the budget"):
+    with pytest.raises(VerificationError, match=r"A real step peaks at .*above the budget"):
         recoup.verify(model, small, x, loss=torch.sum)
     remove(model)
     with pytest.raises(VerificationError, match="above the budget"):

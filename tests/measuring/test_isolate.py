@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from recoup.measuring.intercept import intercepted
 from recoup.measuring.isolate import (
     CallBytes,
+    CallSeconds,
+    CallTiming,
     Gradients,
     forward_and_backward,
     measure_bytes,
-    measure_seconds,
+    time_call,
 )
-from recoup.measuring.meter import CpuMeter
+from recoup.measuring.meter import CpuMeter, Timing
 from recoup.measuring.options import KEEP, RECOMPUTE, InnerForward, Recipe
 from recoup.measuring.streaming import UnitCall
 
@@ -218,12 +220,18 @@ def test_seconds_are_medians_of_whole_calls() -> None:
         calls.append(1)
         return x * self.weight
 
-    seconds = measure_seconds(
-        call_of(Body(body), torch.randn(4, 6)), KEEP, CpuMeter(), repeats=3, warm_up=True
-    )
+    timing = time_call(call_of(Body(body), torch.randn(4, 6)), KEEP, CpuMeter(), repeats=3, warm_up=1)
     assert len(calls) == 4
-    assert seconds.forward_s > 0
-    assert seconds.backward_s > 0
+    assert timing.forward.device_s > 0
+    assert timing.backward.device_s > 0
+    assert (timing.forward.host_s, timing.backward.host_s) == (0, 0)
+
+
+def test_the_slower_of_host_and_device_counts() -> None:
+    timing = CallTiming(Timing(device_s=3.0, host_s=4.0), Timing(device_s=1.0, host_s=6.0))
+    assert timing.seconds(0.5) == CallSeconds(3.0, 3.0)
+    assert timing.seconds(1.0) == CallSeconds(4.0, 6.0)
+    assert timing.seconds(0.0) == CallSeconds(3.0, 1.0)
 
 
 def test_a_recomputing_backward_runs_the_forward_again() -> None:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from recoup.measuring.isolate import CallBytes, CallSeconds
 from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
-from recoup.measuring.recipes import promising_recipes
+from recoup.measuring.recipes import promising_recipes, useful_recipes
 
 
 def test_a_unit_with_nothing_inside() -> None:
@@ -32,3 +33,20 @@ def test_no_more_than_four_steps_between(count: int, kept: list[int]) -> None:
     seconds = {f"m{index}": 1.0 + index for index in range(count)}
     partial = [recipe for recipe in promising_recipes(saved, seconds) if recipe.inner and not recipe.whole]
     assert [len(recipe.inner) for recipe in partial] == kept
+
+
+def test_noise_does_not_make_a_second_replay_faster_than_the_first() -> None:
+    twice = Recipe(whole=True, inner=("a", "b"))
+    sizes = {
+        KEEP: CallBytes(300, 100, 200, False, 400, (True,)),
+        RECOMPUTE: CallBytes(200, 100, 0, False, 600, (True,)),
+        twice: CallBytes(200, 100, 0, False, 500, (True,)),
+    }
+    seconds = {KEEP: CallSeconds(2.0, 4.0), RECOMPUTE: CallSeconds(9.0, 1.0), twice: CallSeconds(2.0, 4.0)}
+    useful = useful_recipes(sizes, seconds, {"a": 0.5, "b": 1.5})
+    # A replay takes at least a quarter of the forward: of the whole unit, and then of the modules inside it.
+    assert [(option.recipe, option.seconds) for option in useful] == [
+        (KEEP, CallSeconds(2.0, 4.0)),
+        (RECOMPUTE, CallSeconds(9.0, 4.5)),
+        (twice, CallSeconds(9.0, 5.0)),
+    ]

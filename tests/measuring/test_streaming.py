@@ -143,5 +143,5 @@ def test_medians() -> None:
             return next(self.stamps)
 
     parts = [lambda: None, lambda: None]
-    assert Clock().medians([parts] * 4, warm_up=1) == [3.0, 4.0]
-    assert Clock().seconds(lambda: None, lambda: None) == [1.0, 1.0]
+    assert Clock().time(lambda: parts, repeats=3, warm_up=1) == [(3.0, 0.0), (4.0, 0.0)]
+    assert Clock().time(lambda: parts) == [(1.0, 0.0), (1.0, 0.0)]

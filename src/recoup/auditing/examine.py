@@ -31,10 +31,8 @@ def examine(call: UnitCall) -> tuple[Any, list[Finding]]:
     """Runs a call's experiments on copies, then the call itself; returns its output and what was found."""
     found: _Found
     try:
-        with _unchanged(call):
-            found = _replayed(call)
-        with _unchanged(call):
-            other = None if _explained(found) else _on_other_values(call)
+        found = _replayed(call)
+        other = None if _explained(found) else _on_other_values(call)
     except torch.OutOfMemoryError:
         found, other = [(Kind.NOT_EXAMINED, _TOO_LARGE)], None
     except Exception as error:
@@ -105,7 +103,8 @@ def _difference(call: UnitCall, trial: Trial) -> tuple[Kind, str]:
     detail = "its output has other values than in the forward"
     if isinstance(trial.error, ReplayMismatchError):
         detail = _first_line(trial.error).partition("does not repeat the forward. ")[2]
-    return (Kind.ROUNDING if differs_by_rounding(copied(call)) else Kind.DRIFT), detail
+    with _unchanged(call):
+        return (Kind.ROUNDING if differs_by_rounding(copied(call)) else Kind.DRIFT), detail
 
 
 def _explained(found: _Found) -> bool:
@@ -115,15 +114,16 @@ def _explained(found: _Found) -> bool:
 
 def _on_other_values(call: UnitCall) -> SavedLog | None:
     """What the call saves on other values; None if it takes no others."""
-    changed = with_other_values(call)
-    if changed is None:
-        return None
-    try:
-        return run_logged(changed)[1]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        return None
+    with _unchanged(call):
+        changed = with_other_values(call)
+        if changed is None:
+            return None
+        try:
+            return run_logged(changed)[1]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            return None
 
 
 def _compared(log: SavedLog, other: SavedLog | None) -> _Found:

@@ -221,9 +221,18 @@ def minimum_budget(profile: Profile) -> int:
     return _tightest(profile).predicted_bytes
 
 
+def may_fit(profile: Profile, budget_bytes: int) -> bool:
+    """Whether there may be a plan for a budget: much cheaper than to plan, and to be refused."""
+    return _planners_smallest(profile) <= budget_bytes
+
+
+def _planners_smallest(profile: Profile) -> int:
+    return planning.minimum_budget(profile.problem, solvers=_SOLVERS)
+
+
 def _tightest(profile: Profile) -> ModelPlan:
     """The plan at the planner's smallest budget. It may need less than that, where the planner works in groups."""
-    smallest = planning.minimum_budget(profile.problem, solvers=_SOLVERS)
+    smallest = _planners_smallest(profile)
     return ModelPlan(profile, planning.plan(profile.problem, smallest, solvers=_SOLVERS), smallest)
 
 

@@ -6,20 +6,30 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from recoup.measuring.meter import CpuMeter, Meter
 
-__all__ = ["MOST_POINTS", "Points", "record", "thinned"]
+__all__ = ["MOST_POINTS", "Points", "Recording", "record", "thinned"]
 
 MOST_POINTS = 500
 """How many points of a recording are kept."""
 _INTERVAL_S = 0.0005
+_SHARE_BETWEEN = 0.002
+"""Of the time so far, how much passes at least between two looks: long steps are left alone."""
 
 Points = tuple[tuple[float, int], ...]
 """Seconds, and the bytes from then until the next point."""
 
 _Point = TypeVar("_Point", bound=tuple[Any, ...])
+
+
+class Recording(NamedTuple):
+    """One step: its peak and its memory over time, beyond what lived before, and its seconds while watched."""
+
+    peak_bytes: int
+    points: Points
+    seconds: float
 
 
 def thinned(points: Sequence[_Point], most: int = MOST_POINTS) -> list[_Point]:
@@ -48,8 +58,8 @@ def thinned(points: Sequence[_Point], most: int = MOST_POINTS) -> list[_Point]:
     return [points[index] for index in kept]
 
 
-def record(meter: Meter, run: Callable[[], Any]) -> tuple[int, Points]:
-    """Runs a step inside ``meter.watching()``: its peak, and its memory over time, beyond what lived before.
+def record(meter: Meter, run: Callable[[], Any]) -> Recording:
+    """Runs a step inside ``meter.watching()``.
 
     Args:
         meter: of the device.
@@ -60,7 +70,7 @@ def record(meter: Meter, run: Callable[[], Any]) -> tuple[int, Points]:
     return _by_looking(meter, run)
 
 
-def _at_changes(meter: CpuMeter, run: Callable[[], Any]) -> tuple[int, Points]:
+def _at_changes(meter: CpuMeter, run: Callable[[], Any]) -> Recording:
     tracker, start_s = meter.tracker, time.perf_counter()
     points = [(0.0, 0)]
 
@@ -69,39 +79,38 @@ def _at_changes(meter: CpuMeter, run: Callable[[], Any]) -> tuple[int, Points]:
         if len(points) > 8 * MOST_POINTS:
             points[:] = thinned(points, 4 * MOST_POINTS)
 
-    live_bytes = meter.live_bytes()
-    meter.reset_peak()
+    live_bytes = meter.begin()
     tracker.observer = note
     try:
-        run()
+        seconds = meter.wall_s(run)
     finally:
         tracker.observer = None
     note(meter.live_bytes())
-    return meter.peak_bytes() - live_bytes, tuple(thinned(points))
+    return Recording(meter.peak_bytes() - live_bytes, tuple(thinned(points)), seconds)
 
 
-def _by_looking(meter: Meter, run: Callable[[], Any]) -> tuple[int, Points]:
-    """From another thread, every half millisecond: nothing in the step itself is touched."""
-    live_bytes, start_s = meter.live_bytes(), time.perf_counter()
-    meter.reset_peak()
+def _by_looking(meter: Meter, run: Callable[[], Any]) -> Recording:
+    """From another thread, now and then: nothing in the step itself is touched."""
+    live_bytes, start_s = meter.begin(), time.perf_counter()
     points = [(0.0, 0)]
     has_ended = threading.Event()
 
     def look() -> None:
-        while not has_ended.wait(_INTERVAL_S):
-            points.append((time.perf_counter() - start_s, meter.live_bytes() - live_bytes))
+        time_s = 0.0
+        while not has_ended.wait(max(_INTERVAL_S, _SHARE_BETWEEN * time_s)):
+            time_s = time.perf_counter() - start_s
+            points.append((time_s, meter.live_bytes() - live_bytes))
 
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
     try:
-        run()
+        seconds = meter.wall_s(run)
     finally:
         has_ended.set()
         looker.join()
     points.append((time.perf_counter() - start_s, meter.live_bytes() - live_bytes))
-    return meter.peak_bytes() - live_bytes, tuple(
-        _with_peak(thinned(points), meter.peak_bytes() - live_bytes)
-    )
+    peak_bytes = meter.peak_bytes() - live_bytes
+    return Recording(peak_bytes, tuple(_with_peak(thinned(points), peak_bytes)), seconds)
 
 
 def _with_peak(points: list[tuple[float, int]], peak_bytes: int) -> list[tuple[float, int]]:

@@ -16,8 +16,8 @@ from recoup.engines.fingerprints import (
     fingerprint,
 )
 from recoup.engines.plans import ModelPlan
-from recoup.engines.recording import Points, record
-from recoup.errors import VerificationError
+from recoup.engines.recording import Points, Recording, record
+from recoup.errors import OverBudgetError, VerificationError
 from recoup.measuring.caches import without_caches
 from recoup.measuring.intercept import suspended
 from recoup.measuring.meter import Meter, device_of, make_meter
@@ -28,9 +28,9 @@ from recoup.sizes import format_bytes
 
 __all__ = ["Verification", "verify_step"]
 
-_REPEATS = 2
-_LONG_S = 5.0
-"""A step of this length is timed once: it hardly varies."""
+_MOST_REPEATS = 3
+_ENOUGH_S = 0.2
+"""A step is timed until that took this long: longer steps hardly vary."""
 _MOST_PLAIN_STEPS = 3
 
 
@@ -72,11 +72,12 @@ def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Opti
     """Runs the step as the model stands, with its plan applied; and plainly, where that fits.
 
     Raises:
+        OverBudgetError: its peak passes the plan's budget. Nothing else is looked at then.
         VerificationError: a gradient differs from the plain step's, though plain steps agree with each other.
     """
     verifier = _Verifier(step, plan, optimizer)
     note("verifying", 0, 2)
-    fitted = verifier.run()
+    fitted = verifier.run(most_bytes=plan.budget_bytes)
     note("verifying", 1, 2)
     plain: _Run | None = None
     if verifier.plain_fits():
@@ -122,25 +123,35 @@ class _Verifier:
     def _preserving(self) -> Any:
         return preserving(self.step.model, self.optimizer, everything=self.step.changes_parameters)
 
-    def run(self) -> _Run:
-        """Peak, seconds and gradients of the step as the model stands."""
-        with self._preserving():
-            self._settle()
-            with self.meter.watching():
-                live_bytes = self.meter.live_bytes()
-                # Inside, since a step of the user's may drop these gradients and make others.
-                self._prepare()
-                lived_bytes = self.residents.total_bytes + self.meter.live_bytes() - live_bytes
-                peak_bytes, points = record(self.meter, self._step)
-        times: list[float] = []
-        while len(times) < _REPEATS and sum(times) < _LONG_S:
+    def run(self, most_bytes: int | None = None) -> _Run:
+        """Peak, seconds and gradients of the step as the model stands.
+
+        Raises:
+            OverBudgetError: the peak is above ``most_bytes``.
+        """
+        recorded, lived_bytes = self._record()
+        peak_bytes = max(recorded.peak_bytes + lived_bytes, self.residents.optimizer_peak_bytes)
+        if most_bytes is not None and peak_bytes > most_bytes:
+            raise _over_budget(peak_bytes, self.plan)
+        times = [recorded.seconds] if self.meter.watches_freely else []
+        while len(times) < _MOST_REPEATS and sum(times) < _ENOUGH_S:
             with self._preserving():
                 self._prepare()
                 times.append(self.meter.wall_s(self._step))
-        scale = min(times) / (points[-1][0] or 1.0)
-        timeline = tuple((time_s * scale, num_bytes + lived_bytes) for time_s, num_bytes in points)
-        most_bytes = max(peak_bytes + lived_bytes, self.residents.optimizer_peak_bytes)
-        return _Run(most_bytes, min(times), self.prints(), timeline)
+        scale = min(times) / (recorded.points[-1][0] or 1.0)
+        timeline = tuple((time_s * scale, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
+        return _Run(peak_bytes, min(times), self.prints(), timeline)
+
+    def _record(self) -> tuple[Recording, int]:
+        """A step, and the bytes that lived before it."""
+        with self._preserving():
+            self._settle()
+            with self.meter.watching():
+                live_bytes = self.meter.begin()
+                # Inside, since a step of the user's may drop these gradients and make others.
+                self._prepare()
+                lived_bytes = self.residents.total_bytes + self.meter.live_bytes() - live_bytes
+                return record(self.meter, self._step), lived_bytes
 
     def prints(self) -> Prints:
         """Of every gradient after a step; of the parameters too where the step may change them."""
@@ -200,15 +211,11 @@ class _Verifier:
         return tuple(differing)
 
 
-def check_budget(verification: Verification, plan: ModelPlan) -> int:
-    """By how many bytes the measured peak passes the budget; 0 if it does not."""
-    return max(0, verification.peak_bytes - plan.budget_bytes)
-
-
-def refuse(verification: Verification, plan: ModelPlan, num_rounds: int) -> VerificationError:
-    """Says that no plan kept under the budget."""
-    return VerificationError(
-        f"After {num_rounds} plans a real step still peaks at {format_bytes(verification.peak_bytes)}, above the budget"
-        f" of {format_bytes(plan.budget_bytes)} (predicted: {format_bytes(plan.predicted_bytes)}). The step's memory"
-        " varies from run to run, for example with the data. Leave a larger margin."
+def _over_budget(peak_bytes: int, plan: ModelPlan) -> OverBudgetError:
+    return OverBudgetError(
+        f"A real step peaks at {format_bytes(peak_bytes)} ({peak_bytes} bytes), above the budget of"
+        f" {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes; predicted:"
+        f" {format_bytes(plan.predicted_bytes)}). Plan for less than the budget; if the step's memory varies with the"
+        " data, leave a margin.",
+        peak_bytes=peak_bytes,
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import backward as run_backward
 
 from recoup.measuring.anchor import gradients_from, seeded
-from recoup.measuring.meter import Meter
+from recoup.measuring.meter import Meter, Timing
 from recoup.measuring.options import Recipe, run_recipe
 from recoup.measuring.storages import num_owners
 from recoup.measuring.streaming import UnitCall
@@ -20,11 +20,12 @@ from recoup.measuring.trees import storages_of, tensors_in
 __all__ = [
     "CallBytes",
     "CallSeconds",
+    "CallTiming",
     "Gradients",
     "forward_and_backward",
     "measure_bytes",
-    "measure_seconds",
     "rounded",
+    "time_call",
 ]
 
 
@@ -58,6 +59,21 @@ class CallSeconds:
     backward_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class CallTiming:
+    """How long one call under one recipe takes by itself; the backward includes its replay."""
+
+    forward: Timing
+    backward: Timing
+
+    def seconds(self, host_share: float) -> CallSeconds:
+        """In a step, where the host takes this share of what it takes for the call by itself."""
+        forward_s, backward_s = (
+            max(timing.device_s, host_share * timing.host_s) for timing in (self.forward, self.backward)
+        )
+        return CallSeconds(forward_s, backward_s)
+
+
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -83,8 +99,7 @@ def measure_bytes(
     if gradients is Gradients.ACCUMULATED:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-    before = meter.live_bytes()
-    meter.reset_peak()
+    before = meter.begin()
     output = run_recipe(recipe, call.module, call.fn, args, kwargs)
     forward_peak = meter.peak_bytes() - before
     with_output = meter.live_bytes() - before
@@ -136,8 +151,7 @@ class _Owners:
 def _backward_peak(
     seed: Tensor, start: Tensor, parameters: list[nn.Parameter], meter: Meter, gradients: Gradients
 ) -> int:
-    meter.reset_peak()
-    before = meter.live_bytes()
+    before = meter.begin()
     if gradients is Gradients.ACCUMULATED:
         # Not torch.autograd.backward by that name: inside a step of the user's, it is replaced.
         run_backward(seed, torch.empty(0), inputs=[start, *parameters])
@@ -176,10 +190,9 @@ def forward_and_backward(call: UnitCall, recipe: Recipe) -> tuple[Callable[[], N
     return forward, backward
 
 
-def measure_seconds(
-    call: UnitCall, recipe: Recipe, meter: Meter, *, repeats: int, warm_up: int
-) -> CallSeconds:
+def time_call(call: UnitCall, recipe: Recipe, meter: Meter, *, repeats: int, warm_up: int) -> CallTiming:
     """Times a call outside ``meter.watching()``: medians of several runs, one behind the other."""
-    runs = (forward_and_backward(call, recipe) for _ in range(repeats + warm_up))
-    forward_s, backward_s = meter.medians(runs, warm_up=warm_up)
-    return CallSeconds(forward_s, backward_s)
+    forward, backward = meter.time(
+        lambda: forward_and_backward(call, recipe), repeats=repeats, warm_up=warm_up
+    )
+    return CallTiming(forward, backward)

@@ -17,14 +17,15 @@ from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
 from recoup.measuring.hardware import Hardware, check_ranks, faked, find_hardware, sharded
+from recoup.measuring.host import USUAL_HOST_SHARE, find_host_share
 from recoup.measuring.intercept import intercepted, suspended
 from recoup.measuring.isolate import (
     CallBytes,
-    CallSeconds,
+    CallTiming,
     Gradients,
     measure_bytes,
-    measure_seconds,
     rounded,
+    time_call,
 )
 from recoup.measuring.meter import Meter, device_of, make_meter
 from recoup.measuring.notes import unchanged_attributes
@@ -192,7 +193,7 @@ class _Measurement:
         root = watch_calls(self.step)
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
         self.inside = {unit: children_of(root, unit) for unit in self.units}
-        resident_bytes = self.meter.live_bytes() if self.meter.sees_residents else 0
+        resident_bytes = self.meter.begin() if self.meter.sees_residents else 0
         structure = look(self.step, self.units, self.meter, self.inside)
         if not structure.calls:
             raise UnitError(
@@ -201,8 +202,8 @@ class _Measurement:
             )
         note("measuring", 1, _NUM_PASSES)
         accumulates = accumulates or structure.accumulates
-        first = _first_of_kind(structure.calls)
-        unsafe = _all_of_kind(examine(self.step, self.units, set(first.values())), structure.calls)
+        first = _first_indices(seen.kind for seen in structure.calls)
+        unsafe = self._unsafe(structure.calls, examine)
         note("measuring", 2, _NUM_PASSES)
         code_cold, inside_s = self._time_inside(first)
         effort = Effort.for_calls(structure.calls)
@@ -213,12 +214,14 @@ class _Measurement:
         note("measuring", 3, _NUM_PASSES)
         measured_bytes = self._measure_bytes(structure, first, recipes, accumulates)
         note("measuring", 4, _NUM_PASSES)
-        code_warm, measured_s = self._measure_seconds(first, measured_bytes, effort)
+        code_warm, timings = self._time_calls(first, measured_bytes, effort)
+        code_s = tuple(map(_faster, code_cold, code_warm))
+        host_share = self._host_share(structure, measured_bytes, timings, code_s)
         note("measuring", 5, _NUM_PASSES)
-        useful = {
-            kind: useful_recipes(measured_bytes[kind], measured_s[kind], inside_s[index])
-            for kind, index in first.items()
-        }
+        useful = {}
+        for kind, index in first.items():
+            seconds = {recipe: timing.seconds(host_share) for recipe, timing in timings[kind].items()}
+            useful[kind] = useful_recipes(measured_bytes[kind], seconds, inside_s[index])
         options = [
             [option for option in useful[seen.kind] if option.recipe == KEEP or seen.name not in unsafe]
             for seen in structure.calls
@@ -226,7 +229,7 @@ class _Measurement:
         costs = StepCosts(
             structure,
             tuple(map(tuple, options)),
-            tuple(map(_faster, code_cold, code_warm)),
+            code_s,
             self._residents(resident_bytes),
             accumulates,
             frozenset(
@@ -238,6 +241,13 @@ class _Measurement:
         return self._profile(costs, unsafe)
 
     # Passes
+
+    def _unsafe(self, calls: Sequence[SeenCall], examine: Examine) -> dict[str, str]:
+        """Examines one call of each sort; what holds for it holds for all of its sort."""
+        first = _first_indices(seen.sort for seen in calls)
+        found = examine(self.step, self.units, set(first.values()))
+        reasons = {seen.sort: found[seen.name] for seen in calls if seen.name in found}
+        return {seen.name: reasons[seen.sort] for seen in calls if seen.sort in reasons}
 
     def _time_inside(self, first: Mapping[Any, int]) -> tuple[list[CodeSeconds], dict[int, dict[str, float]]]:
         """Streams the step and times the code and the modules inside one unit of each kind."""
@@ -286,25 +296,60 @@ class _Measurement:
                 )
         return found
 
-    def _measure_seconds(
+    def _time_calls(
         self,
         first: Mapping[Any, int],
         measured_bytes: Mapping[Any, Mapping[Recipe, CallBytes]],
         effort: Effort,
-    ) -> tuple[list[CodeSeconds], dict[Any, dict[Recipe, CallSeconds]]]:
-        found: dict[Any, dict[Recipe, CallSeconds]] = {kind: {} for kind in first}
+    ) -> tuple[list[CodeSeconds], dict[Any, dict[Recipe, CallTiming]]]:
+        found: dict[Any, dict[Recipe, CallTiming]] = {kind: {} for kind in first}
         kinds = {index: kind for kind, index in first.items()}
 
         def at_call(call: UnitCall) -> None:
             kind = kinds.get(call.index)
             if kind is not None:
                 for recipe in measured_bytes[kind]:
-                    found[kind][recipe] = measure_seconds(
+                    found[kind][recipe] = time_call(
                         call, recipe, self.meter, repeats=effort.repeats, warm_up=effort.warm_up
                     )
 
         with self._inner_forwards():
             return time_code(self.step, self.units, self.meter, at_call), found
+
+    def _host_share(
+        self,
+        structure: Structure,
+        measured_bytes: Mapping[Any, Mapping[Recipe, CallBytes]],
+        timings: Mapping[Any, Mapping[Recipe, CallTiming]],
+        code_seconds: Sequence[CodeSeconds],
+    ) -> float:
+        kinds = [seen.kind for seen in structure.calls]
+        if not all(KEEP in timings[kind] for kind in kinds):
+            return USUAL_HOST_SHARE
+        code_s = sum(code.forward_s + code.backward_s for code in code_seconds)
+        calls = [measured_bytes[kind][KEEP] for kind in kinds]
+        return find_host_share([timings[kind][KEEP] for kind in kinds], code_s, lambda: self._plain_s(calls))
+
+    def _plain_s(self, calls: Sequence[CallBytes]) -> float | None:
+        """Seconds of the plain step; None where it may not fit, or where other processes would have to take part."""
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        num_bytes = sum(call.output_bytes + call.held_bytes for call in calls)
+        num_bytes += self._gradient_bytes() + max(call.backward_peak_bytes for call in calls)
+        if self.step.step is not None or not is_alone or num_bytes > self.meter.free_bytes():
+            return None
+        try:
+            return min(self.meter.wall_s(self._plain_step) for _ in range(2))
+        except torch.OutOfMemoryError:
+            pass
+        self._make_room()
+        return None
+
+    def _plain_step(self) -> None:
+        output, loss = self.step.forward()
+        loss.backward()
+        del output
+        for parameter in self.step.model.parameters():
+            parameter.grad = None
 
     def _inner_forwards(self) -> Any:
         modules = {module for inside in self.inside.values() for module in inside}
@@ -316,10 +361,15 @@ class _Measurement:
             return measure_bytes(call, recipe, self.meter, gradients=gradients)
         except (torch.OutOfMemoryError, CheckpointError):
             pass
+        self._make_room()
+        return None
+
+    def _make_room(self) -> None:
+        for parameter in self.step.model.parameters():
+            parameter.grad = None
         gc.collect()
         if self.meter.sees_residents:
             torch.cuda.empty_cache()
-        return None
 
     # Results
 
@@ -327,7 +377,6 @@ class _Measurement:
         model = self.step.model
         parameters = storages_of([*model.parameters(), *model.buffers()])
         sample = storages_of((self.step.args, self.step.kwargs))
-        gradients = [p.numel() * p.element_size() for p in set(model.parameters()) if p.requires_grad]
         state_bytes, missing_bytes, transient_bytes = 0, 0, 0
         if self.optimizer is not None:
             state_bytes, missing_bytes = self.optimizer.state_bytes, self.optimizer.missing_bytes
@@ -339,8 +388,12 @@ class _Measurement:
             rounded_bytes = sum(rounded(size, self.meter) for size in (parameters | sample).values())
             other_bytes = rounded_bytes - parameter_bytes + self.meter.workspace_bytes
         return Residents(
-            parameter_bytes, state_bytes + missing_bytes, other_bytes, sum(gradients), transient_bytes
+            parameter_bytes, state_bytes + missing_bytes, other_bytes, self._gradient_bytes(), transient_bytes
         )
+
+    def _gradient_bytes(self) -> int:
+        parameters = set(self.step.model.parameters())
+        return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
     def _profile(self, costs: StepCosts, unsafe: Mapping[str, str]) -> Profile:
         names = unit_names(self.step.model, self.units)
@@ -372,17 +425,11 @@ class _Measurement:
         )
 
 
-def _first_of_kind(calls: Sequence[SeenCall]) -> dict[Any, int]:
+def _first_indices(values: Iterable[Any]) -> dict[Any, int]:
     first: dict[Any, int] = {}
-    for index, seen in enumerate(calls):
-        first.setdefault(seen.kind, index)
+    for index, value in enumerate(values):
+        first.setdefault(value, index)
     return first
-
-
-def _all_of_kind(unsafe: Mapping[str, str], calls: Sequence[SeenCall]) -> dict[str, str]:
-    """What holds for one unit holds for all of its kind."""
-    reasons = {seen.kind: unsafe[seen.name] for seen in calls if seen.name in unsafe}
-    return {seen.name: reasons[seen.kind] for seen in calls if seen.kind in reasons}
 
 
 def _is_stuck(tried: Iterable[Recipe], found: Iterable[Recipe]) -> bool:

@@ -6,10 +6,10 @@ import os
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,13 +18,29 @@ from recoup.errors import SampleError
 from recoup.measuring.tracker import MemoryTracker
 from recoup.measuring.trees import tensors_in
 
-__all__ = ["Meter", "device_of", "make_meter"]
+__all__ = ["Meter", "Parts", "Timing", "device_of", "make_meter"]
 
-# About two milliseconds: the host gets ahead meanwhile, and the first run of a unit keeps it there.
-_QUEUE_CYCLES = 4_000_000
-# By itself, a unit's call takes the host about twice as long as in the middle of a step (1.3 ms against 0.7 ms for a
-# block of a decoder): autograd starts anew for each.
-_HOST_SHARE = 0.5
+_QUEUE_S = 0.002
+"""The host gets ahead of the device meanwhile, and the first run of a unit keeps it there."""
+_MOST_QUEUE_S = 0.1
+_CYCLES_PER_S = 2_000_000_000
+
+
+Parts = Sequence[Callable[[], Any]]
+"""Code to be run piece by piece."""
+
+
+class Timing(NamedTuple):
+    """How long some code keeps the device busy, and the host.
+
+    Attributes:
+        device_s: from its first operation on the device to its last, if the host is ahead of it.
+        host_s: until the host has told the device all of it, or waited for the device where the code does; 0 where
+            the device is the host.
+    """
+
+    device_s: float
+    host_s: float
 
 
 class Meter(ABC):
@@ -36,6 +52,8 @@ class Meter(ABC):
     """What the device's libraries will hold, where `live_bytes` does not show it."""
     sees_residents = False
     """Whether `live_bytes` counts what lived before."""
+    watches_freely = False
+    """Whether `watching` costs no time."""
     is_estimate = False
     """Whether seconds are worked out and not measured."""
 
@@ -54,11 +72,11 @@ class Meter(ABC):
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The most bytes that lived since `reset_peak`."""
+        """The most bytes that lived since `begin`."""
 
     @abstractmethod
-    def reset_peak(self) -> None:
-        """Starts a new peak from what lives now."""
+    def begin(self) -> int:
+        """Starts a new peak from what lives now; returns its bytes."""
 
     @abstractmethod
     def stamp(self) -> Any:
@@ -69,36 +87,32 @@ class Meter(ABC):
         """Seconds between two points in time."""
 
     @abstractmethod
-    def fill_queue(self) -> None:
+    def fill_queue(self, seconds: float = _QUEUE_S) -> None:
         """Keeps the device busy while the host gets ahead of it, as in the middle of a step."""
 
-    def seconds(self, *parts: Callable[[], Any]) -> list[float]:
-        """Runs the parts one after the other and returns how long each took."""
-        return self.medians([parts], warm_up=0)
-
-    def medians(self, runs: Iterable[Sequence[Callable[[], Any]]], *, warm_up: int) -> list[float]:
+    def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
         """Times several runs of the same parts, one behind the other; part by part, the medians.
 
         Args:
-            runs: each a sequence of parts.
-            warm_up: how many of the first runs do not count.
+            make_run: makes the parts of a run, right before it.
+            repeats: how many runs count.
+            warm_up: how many do not, before these.
         """
-        self.fill_queue()
-        spans = []
-        for parts in runs:
-            stamps, host_s = [self.stamp()], []
-            for part in parts:
-                start = time.perf_counter()
-                part()
-                host_s.append(time.perf_counter() - start)
-                stamps.append(self.stamp())
-            spans.append((stamps, host_s))
-        times = [self._span_s(stamps, host_s) for stamps, host_s in spans[warm_up:]]
+        for _ in range(warm_up):
+            self._stamped(make_run())
+        return [Timing(seconds, 0.0) for seconds in self._medians(make_run, repeats)]
+
+    def _medians(self, make_run: Callable[[], Parts], repeats: int) -> list[float]:
+        runs = [self._stamped(make_run()) for _ in range(repeats)]
+        times = [[self.elapsed_s(first, second) for first, second in pairwise(stamps)] for stamps in runs]
         return [statistics.median(column) for column in zip(*times, strict=True)]
 
-    def _span_s(self, stamps: Sequence[Any], host_s: Sequence[float]) -> list[float]:
-        device_s = [self.elapsed_s(first, second) for first, second in pairwise(stamps)]
-        return [max(device, _HOST_SHARE * host) for device, host in zip(device_s, host_s, strict=True)]
+    def _stamped(self, parts: Parts) -> list[Any]:
+        stamps = [self.stamp()]
+        for part in parts:
+            part()
+            stamps.append(self.stamp())
+        return stamps
 
     def wall_s(self, run: Callable[[], Any]) -> float:
         """Seconds of a whole step, from an idle device to an idle device."""
@@ -151,10 +165,11 @@ class CpuMeter(Meter):
     def peak_bytes(self) -> int:
         return self.tracker.peak_bytes
 
-    def reset_peak(self) -> None:
+    def begin(self) -> int:
         self.tracker.reset_peak()
+        return self.live_bytes()
 
-    def fill_queue(self) -> None:
+    def fill_queue(self, seconds: float = _QUEUE_S) -> None:
         """A host has no queue."""
 
     def stamp(self) -> float:
@@ -175,6 +190,7 @@ class CudaMeter(Meter):
 
     rounding_bytes = 512
     sees_residents = True
+    watches_freely = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -189,16 +205,43 @@ class CudaMeter(Meter):
         yield
 
     def live_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+        return self._allocated_bytes("current")
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        return self._allocated_bytes("peak")
 
-    def reset_peak(self) -> None:
+    def _allocated_bytes(self, when: str) -> int:
+        # As nested dictionaries: to make them flat takes torch longer, and leaves a cycle behind each time.
+        statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(statistics["allocated_bytes"]["all"][when])
+
+    def begin(self) -> int:
+        self._wait_for_autograd()
         torch.cuda.reset_peak_memory_stats(self.device)
+        return self.live_bytes()
 
-    def fill_queue(self) -> None:
-        torch.cuda._sleep(_QUEUE_CYCLES)
+    def _wait_for_autograd(self) -> None:
+        """Waits until the thread that runs backwards has let go of the last one, which it may after that returned.
+
+        It takes up this empty one only then.
+        """
+        with torch.enable_grad():
+            start = torch.empty(0, device=self.device, requires_grad=True)
+            torch.autograd.grad(start.view_as(start), start, torch.empty(0, device=self.device))
+
+    def fill_queue(self, seconds: float = _QUEUE_S) -> None:
+        torch.cuda._sleep(round(min(seconds, _MOST_QUEUE_S) * _CYCLES_PER_S))
+
+    def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
+        """Times the host in the runs that warm up, and the device in the others, with the host ahead of it.
+
+        Without a run to warm up the host counts nothing.
+        """
+        host_s = [[_host_s(part) for part in make_run()] for _ in range(warm_up)]
+        self.fill_queue(max(_QUEUE_S, repeats * max(map(sum, host_s), default=0.0)))
+        device_s = self._medians(make_run, repeats)
+        shortest_s = [min(column) for column in zip(*host_s, strict=True)] or [0.0] * len(device_s)
+        return list(map(Timing, device_s, shortest_s))
 
     def wall_s(self, run: Callable[[], Any]) -> float:
         torch.cuda.synchronize(self.device)
@@ -220,6 +263,12 @@ class CudaMeter(Meter):
 
     def total_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
+
+
+def _host_s(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _host_memory(field: str) -> int:

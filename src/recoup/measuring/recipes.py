@@ -47,18 +47,18 @@ def useful_recipes(
 
     To recompute takes time; where it was measured to take none, that is noise, and a part of what it repeats is added.
     """
-    options = [RecipeCosts(KEEP, sizes[KEEP], seconds[KEEP])] if KEEP in sizes else []
-    keep_s = seconds[KEEP] if options else CallSeconds(0.0, 0.0)
-    for recipe, size in sizes.items():
-        if recipe != KEEP:
-            # What this recipe repeats beyond a simpler one: a nested recompute beyond the plain one.
-            simpler_s = seconds.get(RECOMPUTE, keep_s) if recipe.whole and recipe.inner else keep_s
-            repeated_s = sum(inside_s.get(name, 0.0) for name in recipe.inner)
-            repeated_s += keep_s.forward_s if recipe.whole and simpler_s is keep_s else 0.0
-            forward_s = max(seconds[recipe].forward_s, keep_s.forward_s)
-            least_s = max(simpler_s.backward_s, keep_s.backward_s) + _LEAST_REPLAY * repeated_s
-            backward_s = max(seconds[recipe].backward_s, least_s)
-            options.append(RecipeCosts(recipe, size, CallSeconds(forward_s, backward_s)))
+    keep_s = seconds.get(KEEP, CallSeconds(0.0, 0.0))
+    least: dict[Recipe, CallSeconds] = {}
+    for recipe in sorted(sizes, key=lambda recipe: (recipe != KEEP, len(recipe.inner))):
+        # What this recipe repeats beyond a simpler one: a nested recompute beyond the plain one.
+        simpler_s = least.get(RECOMPUTE, keep_s) if recipe.whole and recipe.inner else keep_s
+        repeated_s = sum(inside_s.get(name, 0.0) for name in recipe.inner)
+        repeated_s += keep_s.forward_s if recipe.whole and simpler_s is keep_s else 0.0
+        least[recipe] = CallSeconds(
+            max(seconds[recipe].forward_s, simpler_s.forward_s),
+            max(seconds[recipe].backward_s, simpler_s.backward_s + _LEAST_REPLAY * repeated_s),
+        )
+    options = [RecipeCosts(recipe, sizes[recipe], least[recipe]) for recipe in sizes]
     options.sort(key=lambda o: (o.recipe != KEEP, o.seconds.forward_s + o.seconds.backward_s))
     useful: list[RecipeCosts] = []
     for option in options:

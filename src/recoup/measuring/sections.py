@@ -44,8 +44,7 @@ class Section:
         seed = seeded(self.heads)
         if seed is None or not self.edges:
             return 0
-        meter.reset_peak()
-        before = meter.live_bytes()
+        before = meter.begin()
         found = torch.autograd.grad(
             seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True
         )

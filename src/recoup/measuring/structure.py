@@ -58,6 +58,7 @@ class SeenCall:
     Attributes:
         name: of the call.
         module: the unit.
+        sort: equal for calls of equal modules on equal arguments, whose memory may still depend on the data.
         kind: equal for calls that cost the same.
         arguments: storages that it is given.
         numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
@@ -74,6 +75,7 @@ class SeenCall:
 
     name: str
     module: nn.Module = field(repr=False)
+    sort: tuple[Any, ...] = field(repr=False)
     kind: tuple[Any, ...] = field(repr=False)
     arguments: Storages
     numbers: tuple[int | None, ...]
@@ -183,8 +185,7 @@ class _Looker:
             self._held = [t.detach() for t in given if self.numbers.number(t.untyped_storage()) in saved]
         self.tracker.begin(_strided(tensors_in(output)))
         self._recent_bytes = self.tracker.recent_bytes
-        self.meter.reset_peak()
-        self._live_bytes = self.meter.live_bytes()
+        self._live_bytes = self.meter.begin()
 
     def _end_code(self, handed_on: Any) -> Code:
         # Beyond what lived before where kernels need memory of their own; but some of that may have gone meanwhile.
@@ -241,11 +242,13 @@ class _Looker:
         saved_inside = {
             names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
         }
+        sort = _sort_of_call(call)
         self.calls.append(
             SeenCall(
                 call.name,
                 call.module,
-                _kind_of_call(call, saved_inside),
+                sort,
+                (*sort, *saved_inside.items()),
                 arguments,
                 numbers,
                 remade,
@@ -303,9 +306,9 @@ def _noting_inside(
         yield
 
 
-def _kind_of_call(call: UnitCall, saved_inside: dict[str, int]) -> tuple[Any, ...]:
+def _sort_of_call(call: UnitCall) -> tuple[Any, ...]:
     given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((call.args, call.kwargs)))
-    return (kind_of_module(call.module), call.module.training, given, tuple(saved_inside.items()))
+    return (kind_of_module(call.module), call.module.training, given)
 
 
 def _noting_sharing(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:

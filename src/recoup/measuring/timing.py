@@ -45,7 +45,8 @@ class _Timer:
         def backward() -> None:
             torch.autograd.grad(loss, [*self.starts, *trained], allow_unused=True)
 
-        self.tail_backward_s = self.meter.seconds(backward)[0]
+        (tail,) = self.meter.time(lambda: [backward])
+        self.tail_backward_s = tail.device_s
 
 
 def time_code(

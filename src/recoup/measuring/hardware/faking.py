@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from recoup.measuring.hardware.kernels import CudaKernels
 from recoup.measuring.hardware.machine import Hardware
 from recoup.measuring.hardware.roofline import operation_s
 from recoup.measuring.hardware.workspaces import workspace_bytes
-from recoup.measuring.meter import CpuMeter
+from recoup.measuring.meter import CpuMeter, Parts, Timing
 from recoup.measuring.preserve import preserving
 from recoup.measuring.rehearsal import _Replacing
 from recoup.measuring.steps import TrainingStep
@@ -179,13 +178,9 @@ class FakeMeter(CpuMeter):
         """What all operations so far would have taken."""
         return self._clock.now_s
 
-    def medians(self, runs: Iterable[Sequence[Callable[[], Any]]], *, warm_up: int) -> list[float]:
+    def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
         """One run tells all: the same operations take the same seconds."""
-        stamps = [self.stamp()]
-        for part in next(iter(runs)):
-            part()
-            stamps.append(self.stamp())
-        return [second - first for first, second in pairwise(stamps)]
+        return super().time(make_run)
 
     def free_bytes(self) -> int:
         """All of it."""
