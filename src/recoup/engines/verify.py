@@ -28,7 +28,7 @@ from recoup.sizes import format_bytes
 
 __all__ = ["Verification", "verify_step"]
 
-_MOST_REPEATS = 3
+_MOST_REPEATS = 5
 _ENOUGH_S = 0.2
 """A step is timed until that took this long: longer steps hardly vary."""
 _MOST_PLAIN_STEPS = 3

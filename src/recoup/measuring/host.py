@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from recoup.measuring.isolate import CallTiming
+from recoup.measuring.meter import Timing
 
 __all__ = ["USUAL_HOST_SHARE", "find_host_share"]
 
@@ -14,19 +15,22 @@ _MATTERS = 0.02
 _NUM_HALVINGS = 20
 
 
-def find_host_share(calls: Sequence[CallTiming], code_s: float, real_s: Callable[[], float | None]) -> float:
-    """The share of the host's time at which the calls of a plain step take as long as a real one.
+def find_host_share(
+    calls: Sequence[CallTiming], code_s: float, time_step: Callable[[], Timing | None]
+) -> float:
+    """The share of the host's time for calls by themselves that it takes for them in a step.
 
-    Where the device sets the pace whatever the share, no step is run to find out.
+    Where the device sets the pace even if all of it counted, no step is run to find out. A step that the device slows
+    down tells no more than that the host takes no longer: the share is the largest that agrees with it.
 
     Args:
         calls: all calls of a plain step.
         code_s: seconds of the code between them.
-        real_s: runs a plain step and returns its seconds; None where it does not fit.
+        time_step: runs a plain step; returns how long it takes, and how much of that the host is busy with it. None
+            where it does not fit.
 
-    >>> from recoup.measuring.meter import Timing
     >>> call = CallTiming(Timing(device_s=1.0, host_s=4.0), Timing(device_s=1.0, host_s=6.0))
-    >>> round(find_host_share([call, call], 2.0, lambda: 12.0), 3)
+    >>> find_host_share([call, call], 2.0, lambda: Timing(device_s=12.0, host_s=10.0))
     0.5
     """
 
@@ -36,11 +40,13 @@ def find_host_share(calls: Sequence[CallTiming], code_s: float, real_s: Callable
 
     if step_s(1.0) <= (1 + _MATTERS) * step_s(0.0):
         return USUAL_HOST_SHARE
-    wanted_s = real_s()
-    if wanted_s is None:
+    real = time_step()
+    if real is None:
         return USUAL_HOST_SHARE
-    low, high = 0.0, 1.0
+    low, high = 0.0, min(1.0, real.host_s / sum(call.forward.host_s + call.backward.host_s for call in calls))
+    if step_s(high) <= (1 + _MATTERS) * real.device_s:
+        return high
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if step_s(middle) < wanted_s else (low, middle)
-    return (low + high) / 2
+        low, high = (middle, high) if step_s(middle) < real.device_s else (low, middle)
+    return low

@@ -27,7 +27,7 @@ from recoup.measuring.isolate import (
     rounded,
     time_call,
 )
-from recoup.measuring.meter import Meter, device_of, make_meter
+from recoup.measuring.meter import Meter, Timing, device_of, make_meter
 from recoup.measuring.notes import unchanged_attributes
 from recoup.measuring.optimizer import OptimizerCost, optimizer_cost
 from recoup.measuring.options import KEEP, InnerForward, Recipe
@@ -328,17 +328,20 @@ class _Measurement:
             return USUAL_HOST_SHARE
         code_s = sum(code.forward_s + code.backward_s for code in code_seconds)
         calls = [measured_bytes[kind][KEEP] for kind in kinds]
-        return find_host_share([timings[kind][KEEP] for kind in kinds], code_s, lambda: self._plain_s(calls))
+        return find_host_share(
+            [timings[kind][KEEP] for kind in kinds], code_s, lambda: self._time_plain_step(calls)
+        )
 
-    def _plain_s(self, calls: Sequence[CallBytes]) -> float | None:
-        """Seconds of the plain step; None where it may not fit, or where other processes would have to take part."""
+    def _time_plain_step(self, calls: Sequence[CallBytes]) -> Timing | None:
+        """Times the plain step; None where it may not fit, or where other processes would have to take part."""
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         num_bytes = sum(call.output_bytes + call.held_bytes for call in calls)
         num_bytes += self._gradient_bytes() + max(call.backward_peak_bytes for call in calls)
         if self.step.step is not None or not is_alone or num_bytes > self.meter.free_bytes():
             return None
         try:
-            return min(self.meter.wall_s(self._plain_step) for _ in range(2))
+            timings = [self.meter.time_step(self._plain_step) for _ in range(2)]
+            return Timing(min(t.device_s for t in timings), min(t.host_s for t in timings))
         except torch.OutOfMemoryError:
             pass
         self._make_room()

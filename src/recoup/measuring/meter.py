@@ -116,9 +116,13 @@ class Meter(ABC):
 
     def wall_s(self, run: Callable[[], Any]) -> float:
         """Seconds of a whole step, from an idle device to an idle device."""
+        return self.time_step(run).device_s
+
+    def time_step(self, run: Callable[[], Any]) -> Timing:
+        """Times a whole step, from an idle device to an idle device."""
         first = self.stamp()
-        run()
-        return self.elapsed_s(first, self.stamp())
+        host_s = _host_s(run)
+        return Timing(self.elapsed_s(first, self.stamp()), host_s)
 
     @abstractmethod
     def free_bytes(self) -> int:
@@ -233,19 +237,30 @@ class CudaMeter(Meter):
         torch.cuda._sleep(round(min(seconds, _MOST_QUEUE_S) * _CYCLES_PER_S))
 
     def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
-        """Times the host in the runs that warm up, and the device in the others, with the host ahead of it.
+        """Times the device with the host ahead of it, by as much as the runs that warm up took the host.
 
-        Without a run to warm up the host counts nothing.
+        The host counts with its fastest run; if there is none to warm up, with nothing, since it may have waited.
         """
-        host_s = [[_host_s(part) for part in make_run()] for _ in range(warm_up)]
-        self.fill_queue(max(_QUEUE_S, repeats * max(map(sum, host_s), default=0.0)))
-        device_s = self._medians(make_run, repeats)
-        shortest_s = [min(column) for column in zip(*host_s, strict=True)] or [0.0] * len(device_s)
-        return list(map(Timing, device_s, shortest_s))
+        host_s: list[list[float]] = []
 
-    def wall_s(self, run: Callable[[], Any]) -> float:
+        def noted(part: Callable[[], Any]) -> Callable[[], None]:
+            return lambda: host_s[-1].append(_host_s(part))
+
+        def make_noted() -> Parts:
+            host_s.append([])
+            return [noted(part) for part in make_run()]
+
+        for _ in range(warm_up):
+            for part in make_noted():
+                part()
+        self.fill_queue(max(_QUEUE_S, repeats * max(map(sum, host_s), default=0.0)))
+        device_s = self._medians(make_noted, repeats)
+        fastest_s = [min(column) for column in zip(*host_s, strict=True)]
+        return list(map(Timing, device_s, fastest_s if warm_up else [0.0] * len(device_s)))
+
+    def time_step(self, run: Callable[[], Any]) -> Timing:
         torch.cuda.synchronize(self.device)
-        return super().wall_s(run)
+        return super().time_step(run)
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
