@@ -25,11 +25,10 @@ _Point = TypeVar("_Point", bound=tuple[Any, ...])
 
 
 class Recording(NamedTuple):
-    """One step: its peak and its memory over time, beyond what lived before, and its seconds while watched."""
+    """One step: its peak, and its memory over time, beyond what lived before."""
 
     peak_bytes: int
     points: Points
-    seconds: float
 
 
 def thinned(points: Sequence[_Point], most: int = MOST_POINTS) -> list[_Point]:
@@ -82,11 +81,11 @@ def _at_changes(meter: CpuMeter, run: Callable[[], Any]) -> Recording:
     live_bytes = meter.begin()
     tracker.observer = note
     try:
-        seconds = meter.wall_s(run)
+        run()
     finally:
         tracker.observer = None
     note(meter.live_bytes())
-    return Recording(meter.peak_bytes() - live_bytes, tuple(thinned(points)), seconds)
+    return Recording(meter.peak_bytes() - live_bytes, tuple(thinned(points)))
 
 
 def _by_looking(meter: Meter, run: Callable[[], Any]) -> Recording:
@@ -104,13 +103,13 @@ def _by_looking(meter: Meter, run: Callable[[], Any]) -> Recording:
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
     try:
-        seconds = meter.wall_s(run)
+        run()
     finally:
         has_ended.set()
         looker.join()
     points.append((time.perf_counter() - start_s, meter.live_bytes() - live_bytes))
     peak_bytes = meter.peak_bytes() - live_bytes
-    return Recording(peak_bytes, tuple(_with_peak(thinned(points), peak_bytes)), seconds)
+    return Recording(peak_bytes, tuple(_with_peak(thinned(points), peak_bytes)))
 
 
 def _with_peak(points: list[tuple[float, int]], peak_bytes: int) -> list[tuple[float, int]]:

@@ -52,8 +52,6 @@ class Meter(ABC):
     """What the device's libraries will hold, where `live_bytes` does not show it."""
     sees_residents = False
     """Whether `live_bytes` counts what lived before."""
-    watches_freely = False
-    """Whether `watching` costs no time."""
     is_estimate = False
     """Whether seconds are worked out and not measured."""
 
@@ -194,7 +192,6 @@ class CudaMeter(Meter):
 
     rounding_bytes = 512
     sees_residents = True
-    watches_freely = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
