@@ -33,8 +33,9 @@ def test_a_host_that_is_just_ahead_of_the_device() -> None:
 
 
 def test_a_step_faster_than_its_operations_on_the_device() -> None:
-    share = find_host_share([call(4.0, 10.0)], 1.0, lambda: Timing(device_s=11.0, host_s=12.0))
-    assert share == pytest.approx(0, abs=1e-5)
+    """That is noise: the host takes no longer than the device, as far as is known."""
+    share = find_host_share([call(4.0, 10.0)], 1.0, lambda: Timing(device_s=11.0, host_s=24.0))
+    assert share == pytest.approx(0.4, abs=1e-5)
 
 
 def test_a_step_slower_than_its_calls_by_themselves() -> None:

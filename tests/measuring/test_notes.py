@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.measuring.notes import Notes, unchanged_attributes
+from recoup.measuring.notes import Notes
+from recoup.measuring.preserve import preserving
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_attributes_of_all_modules() -> None:
         model.training = False
         raise KeyError
 
-    with pytest.raises(KeyError), unchanged_attributes(model):
+    with pytest.raises(KeyError), preserving(model):
         change()
     assert model[1].history is history
     assert (history, model[0].count, model.training) == ([], 0, True)

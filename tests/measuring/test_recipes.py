@@ -42,11 +42,11 @@ def test_noise_does_not_make_a_second_replay_faster_than_the_first() -> None:
         RECOMPUTE: CallBytes(200, 100, 0, False, 600, (True,)),
         twice: CallBytes(200, 100, 0, False, 500, (True,)),
     }
-    seconds = {KEEP: CallSeconds(2.0, 4.0), RECOMPUTE: CallSeconds(9.0, 1.0), twice: CallSeconds(2.0, 4.0)}
+    seconds = {KEEP: CallSeconds(2.0, 4.0), RECOMPUTE: CallSeconds(9.0, 1.0), twice: CallSeconds(2.5, 4.0)}
     useful = useful_recipes(sizes, seconds, {"a": 0.5, "b": 1.5})
     # A replay takes at least a quarter of the forward: of the whole unit, and then of the modules inside it.
     assert [(option.recipe, option.seconds) for option in useful] == [
         (KEEP, CallSeconds(2.0, 4.0)),
-        (RECOMPUTE, CallSeconds(9.0, 4.5)),
-        (twice, CallSeconds(9.0, 5.0)),
+        (RECOMPUTE, CallSeconds(2.5, 4.5)),
+        (twice, CallSeconds(2.5, 5.0)),
     ]

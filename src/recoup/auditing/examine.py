@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from recoup.auditing.findings import Finding, Kind, make_finding
-from recoup.auditing.given import copied, named_objects, named_tensors, with_other_values
+from recoup.auditing.given import copied, with_other_values
 from recoup.auditing.replays import Trial, try_replay
 from recoup.auditing.rounding import differs_by_rounding
 from recoup.auditing.saved import SavedLog, first_difference, run_logged
 from recoup.errors import CheckpointError, ReplayMismatchError
-from recoup.measuring.notes import Notes
+from recoup.measuring.named import named_tensors
 from recoup.measuring.preserve import preserving
 from recoup.measuring.storages import storages
 from recoup.measuring.streaming import UnitCall
 from recoup.measuring.trees import tensors_in
+from recoup.measuring.undo import undone
 
 __all__ = ["examine", "run_plainly"]
 
@@ -59,16 +60,9 @@ def run_plainly(call: UnitCall) -> tuple[Any, SavedLog | None]:
 
 @contextmanager
 def _unchanged(call: UnitCall) -> Iterator[None]:
-    """Puts back what a run changes in the unit and in the objects that it is given."""
-    notes = Notes()
-    notes.add_modules(call.module)
-    for name, value in named_objects(call):
-        notes.add_object(name, value)
-    with preserving(call.module):
-        try:
-            yield
-        finally:
-            notes.put_back()
+    """Puts back what a run changes in the unit, and elsewhere."""
+    with preserving(call.module), undone(call):
+        yield
 
 
 def _make_room() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.auditing.given import named_objects, named_tensors
 from recoup.checkpointing import Checkpoint, is_replaying
 from recoup.checkpointing.digest import digest
 from recoup.checkpointing.mismatch import Kind, kind_of
 from recoup.errors import NothingToCheckpointError, ReplayMismatchError
 from recoup.measuring.anchor import gradients_from, seeded
 from recoup.measuring.meter import device_of
+from recoup.measuring.named import named_objects, named_tensors
 from recoup.measuring.notes import Notes
 from recoup.measuring.streaming import UnitCall
 from recoup.measuring.trees import tensors_in, version_of

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from recoup.checkpointing.replay import pop_hooks, push_hooks
-from recoup.measuring.notes import unchanged_attributes
 from recoup.measuring.preserve import preserving
 from recoup.measuring.streaming import UnitCall
 from recoup.measuring.trees import tensors_in
@@ -32,7 +31,7 @@ def differs_by_rounding(call: UnitCall) -> bool:
         are_close.append(then is not None and _is_close(then, tensor))
 
     try:
-        with preserving(call.module), unchanged_attributes(call.module):
+        with preserving(call.module):
             _run(call, lambda tensor: held.append(tensor.to("cpu", copy=True)))
         _run(call, compare)
     except Exception:

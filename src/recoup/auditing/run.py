@@ -13,7 +13,6 @@ from recoup.auditing.findings import Audit, Finding
 from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import watch_calls
 from recoup.measuring.intercept import suspended
-from recoup.measuring.notes import unchanged_attributes
 from recoup.measuring.preserve import preserving
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall, stream
@@ -83,7 +82,6 @@ def _untouched(step: TrainingStep) -> Iterator[None]:
         suspended(step.model),
         without_caches(step.model),
         preserving(step.model, everything=step.changes_parameters),
-        unchanged_attributes(step.model),
     ):
         yield
 

@@ -20,6 +20,7 @@ from recoup.measuring.slices import find_module
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall, stream
 from recoup.measuring.trees import needing_gradient
+from recoup.measuring.undo import undone
 
 __all__ = ["compare_units"]
 
@@ -67,6 +68,10 @@ class _Comparer:
         self.recipes = recipes
 
     def enter(self, call: UnitCall) -> None:
+        with undone(call):
+            self._compare(call)
+
+    def _compare(self, call: UnitCall) -> None:
         recipe = self.recipes.get(call.name, KEEP)
         # A unit inside a segment is replayed under a recipe that may keep: then the segment's own replay is the same.
         recipe = Recipe(whole=True, inner=recipe.inner)

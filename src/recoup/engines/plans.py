@@ -222,7 +222,10 @@ def minimum_budget(profile: Profile) -> int:
 
 
 def may_fit(profile: Profile, budget_bytes: int) -> bool:
-    """Whether there may be a plan for a budget: much cheaper than to plan, and to be refused."""
+    """Whether the planner has a plan for a budget: cheaper than to ask for one and be refused.
+
+    Where it works in groups, `plan` may find one for a little less.
+    """
     return _planners_smallest(profile) <= budget_bytes
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from recoup.measuring.isolate import CallTiming
-from recoup.measuring.meter import Timing
+import torch
 
-__all__ = ["USUAL_HOST_SHARE", "find_host_share"]
+from recoup.measuring.isolate import CallTiming
+from recoup.measuring.meter import Meter, Timing
+from recoup.measuring.steps import TrainingStep
+
+__all__ = ["USUAL_HOST_SHARE", "find_host_share", "time_plain_step"]
 
 USUAL_HOST_SHARE = 0.6
 """Blocks of decoders took between 0.5 and 0.7: for each call by itself autograd starts anew, on a cold processor."""
 _MATTERS = 0.02
+"""Seconds that differ by less are the same."""
 _NUM_HALVINGS = 20
+_NUM_STEPS = 2
 
 
 def find_host_share(
@@ -46,7 +51,45 @@ def find_host_share(
     low, high = 0.0, min(1.0, real.host_s / sum(call.forward.host_s + call.backward.host_s for call in calls))
     if step_s(high) <= (1 + _MATTERS) * real.device_s:
         return high
+    wanted_s = max(real.device_s, step_s(0.0))
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if step_s(middle) < real.device_s else (low, middle)
+        low, high = (middle, high) if step_s(middle) <= wanted_s else (low, middle)
     return low
+
+
+def time_plain_step(step: TrainingStep, meter: Meter, plain_bytes: int) -> Timing | None:
+    """Times the plain step; None where it does not fit, or where other processes would have to take part.
+
+    Args:
+        step: to run as it is. A callable of the user's is not: it may train the model.
+        meter: of the device.
+        plain_bytes: what the step takes beside what lives already.
+    """
+    if step.step is not None or _num_processes() > 1 or plain_bytes > meter.free_bytes():
+        return None
+    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+
+    def run() -> None:
+        output, loss = step.forward()
+        # Not loss.backward(): hooks that wait for gradients could step an optimizer.
+        torch.autograd.grad(loss, trained, allow_unused=True)
+        del output
+
+    timings = []
+    try:
+        for _ in range(_NUM_STEPS):
+            torch.clear_autocast_cache()
+            timings.append(meter.time_step(run))
+    except torch.OutOfMemoryError:
+        timings.clear()
+    torch.clear_autocast_cache()
+    if not timings:
+        meter.make_room()
+        return None
+    return Timing(min(timing.device_s for timing in timings), min(timing.host_s for timing in timings))
+
+
+def _num_processes() -> int:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_distributed else 1

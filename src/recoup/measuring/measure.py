@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
 from recoup.measuring.hardware import Hardware, check_ranks, faked, find_hardware, sharded
-from recoup.measuring.host import USUAL_HOST_SHARE, find_host_share
+from recoup.measuring.host import USUAL_HOST_SHARE, find_host_share, time_plain_step
 from recoup.measuring.intercept import intercepted, suspended
 from recoup.measuring.isolate import (
     CallBytes,
@@ -28,10 +27,9 @@ from recoup.measuring.isolate import (
     time_call,
 )
 from recoup.measuring.meter import Meter, Timing, device_of, make_meter
-from recoup.measuring.notes import unchanged_attributes
 from recoup.measuring.optimizer import OptimizerCost, optimizer_cost
 from recoup.measuring.options import KEEP, InnerForward, Recipe
-from recoup.measuring.preserve import preserving
+from recoup.measuring.preserve import held_random_state, preserving
 from recoup.measuring.profile import Profile, ProfiledUnit
 from recoup.measuring.recipes import useful_recipes
 from recoup.measuring.slices import unit_names
@@ -40,6 +38,7 @@ from recoup.measuring.streaming import UnitCall
 from recoup.measuring.structure import SeenCall, Structure, look
 from recoup.measuring.timing import time_code, time_inside
 from recoup.measuring.trees import storages_of
+from recoup.measuring.undo import undone
 from recoup.measuring.units import Units, children_of, choose_units, find_units
 from recoup.progress import note
 
@@ -62,6 +61,8 @@ def measure(
     ranks: int = 1,
 ) -> Profile:
     """Measures a model's training step, unit by unit: the plain step need not fit.
+
+    Where the host may be slower than the device, plain steps are timed as well if the device has room for them.
 
     With ``hardware`` nothing is run and nothing allocated: a copy of the model, which may also be on the meta device
     or made of fake tensors, runs on tensors without memory. Bytes are exact, but for what kernels need inside; seconds
@@ -140,7 +141,6 @@ def measure_step(
         suspended(step.model),
         without_caches(step.model),
         preserving(step.model, optimizer, everything=step.changes_parameters),
-        unchanged_attributes(step.model),
     ):
         cost = None if optimizer is None else optimizer_cost(optimizer)
         meter = make_meter(device_of(step.model, step.sample))
@@ -187,6 +187,8 @@ class _Measurement:
 
     def __init__(self, step: TrainingStep, optimizer: OptimizerCost | None, meter: Meter) -> None:
         self.step, self.optimizer, self.meter = step, optimizer, meter
+        # Layers that are left out at random are the same ones in each pass.
+        self.put_back_random_state = held_random_state()
 
     def run(self, wanted: Units | Iterable[Units] | None, accumulates: bool, examine: Examine) -> Profile:
         note("measuring", 0, _NUM_PASSES)
@@ -194,12 +196,14 @@ class _Measurement:
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
         self.inside = {unit: children_of(root, unit) for unit in self.units}
         resident_bytes = self.meter.begin() if self.meter.sees_residents else 0
+        self.put_back_random_state()
         structure = look(self.step, self.units, self.meter, self.inside)
         if not structure.calls:
             raise UnitError(
                 "The step runs no module of the model with gradients, so there is nothing to decide about. Check"
                 " step= and torch.no_grad around the model."
             )
+        self.called = {index: seen.name for index, seen in enumerate(structure.calls)}
         note("measuring", 1, _NUM_PASSES)
         accumulates = accumulates or structure.accumulates
         first = _first_indices(seen.kind for seen in structure.calls)
@@ -243,28 +247,27 @@ class _Measurement:
     # Passes
 
     def _unsafe(self, calls: Sequence[SeenCall], examine: Examine) -> dict[str, str]:
-        """Examines one call of each sort; what holds for it holds for all of its sort."""
-        first = _first_indices(seen.sort for seen in calls)
+        """Examines one of all calls that do the same; what holds for it holds for the others."""
+        first = _first_indices(seen.behaviour for seen in calls)
+        self.put_back_random_state()
         found = examine(self.step, self.units, set(first.values()))
-        reasons = {seen.sort: found[seen.name] for seen in calls if seen.name in found}
-        return {seen.name: reasons[seen.sort] for seen in calls if seen.sort in reasons}
+        reasons = {seen.behaviour: found[seen.name] for seen in calls if seen.name in found}
+        return {seen.name: reasons[seen.behaviour] for seen in calls if seen.behaviour in reasons}
 
     def _time_inside(self, first: Mapping[Any, int]) -> tuple[list[CodeSeconds], dict[int, dict[str, float]]]:
         """Streams the step and times the code and the modules inside one unit of each kind."""
         found: dict[int, dict[str, float]] = {}
-        indices = set(first.values())
 
         def at_call(call: UnitCall) -> None:
-            if call.index in indices:
-                modules = self.inside[call.module]
-                time_inside(call, modules, self.meter)
-                names = {module: name for name, module in call.module.named_modules()}
-                timed = time_inside(call, modules, self.meter)
-                found[call.index] = {
-                    names[module]: seconds for module, seconds in timed.items() if module in names
-                }
+            modules = self.inside[call.module]
+            time_inside(call, modules, self.meter)
+            names = {module: name for name, module in call.module.named_modules()}
+            timed = time_inside(call, modules, self.meter)
+            found[call.index] = {
+                names[module]: seconds for module, seconds in timed.items() if module in names
+            }
 
-        return time_code(self.step, self.units, self.meter, at_call), found
+        return self._stream(first, at_call), found
 
     def _measure_bytes(
         self,
@@ -277,18 +280,17 @@ class _Measurement:
         kinds = {index: kind for kind, index in first.items()}
 
         def at_call(call: UnitCall) -> None:
-            kind = kinds.get(call.index)
-            if kind is not None:
-                gradients = Gradients.ACCUMULATED if accumulates else Gradients.NONE
-                if structure.calls[call.index].shares:
-                    gradients = Gradients.SHARED
-                for recipe in recipes[kind]:
-                    cost = self._try(call, recipe, gradients)
-                    if cost is not None:
-                        found[kind][recipe] = cost
+            kind = kinds[call.index]
+            gradients = Gradients.ACCUMULATED if accumulates else Gradients.NONE
+            if structure.calls[call.index].shares:
+                gradients = Gradients.SHARED
+            for recipe in recipes[kind]:
+                cost = self._try(call, recipe, gradients)
+                if cost is not None:
+                    found[kind][recipe] = cost
 
         with self.meter.watching(), self._inner_forwards():
-            time_code(self.step, self.units, self.meter, at_call)
+            self._stream(first, at_call)
         for kind, index in first.items():
             if not found[kind]:
                 raise torch.OutOfMemoryError(
@@ -306,15 +308,37 @@ class _Measurement:
         kinds = {index: kind for kind, index in first.items()}
 
         def at_call(call: UnitCall) -> None:
-            kind = kinds.get(call.index)
-            if kind is not None:
-                for recipe in measured_bytes[kind]:
-                    found[kind][recipe] = time_call(
-                        call, recipe, self.meter, repeats=effort.repeats, warm_up=effort.warm_up
-                    )
+            kind = kinds[call.index]
+            for recipe in measured_bytes[kind]:
+                found[kind][recipe] = time_call(
+                    call, recipe, self.meter, repeats=effort.repeats, warm_up=effort.warm_up
+                )
 
         with self._inner_forwards():
-            return time_code(self.step, self.units, self.meter, at_call), found
+            return self._stream(first, at_call), found
+
+    def _stream(self, first: Mapping[Any, int], at_call: Callable[[UnitCall], None]) -> list[CodeSeconds]:
+        """A pass over the step, with ``at_call`` at the first call of each kind.
+
+        Raises:
+            UnitError: other units are called than in the first pass.
+        """
+        indices, num_calls = set(first.values()), 0
+
+        def check(call: UnitCall) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if call.name != self.called.get(call.index):
+                raise _unsteady(f"{call.name!r} was called in the place of {self.called.get(call.index)!r}")
+            if call.index in indices:
+                with undone(call):
+                    at_call(call)
+
+        self.put_back_random_state()
+        seconds = time_code(self.step, self.units, self.meter, check)
+        if num_calls < len(self.called):
+            raise _unsteady(f"{self.called[num_calls]!r} was not called again")
+        return seconds
 
     def _host_share(
         self,
@@ -328,31 +352,18 @@ class _Measurement:
             return USUAL_HOST_SHARE
         code_s = sum(code.forward_s + code.backward_s for code in code_seconds)
         calls = [measured_bytes[kind][KEEP] for kind in kinds]
-        return find_host_share(
-            [timings[kind][KEEP] for kind in kinds], code_s, lambda: self._time_plain_step(calls)
+        code = [*(seen.code for seen in structure.calls), structure.tail.code]
+        plain_bytes = sum(call.output_bytes + call.held_bytes for call in calls) + self._gradient_bytes()
+        plain_bytes += sum(sum(part.saved.values()) for part in code)
+        plain_bytes += max(
+            *(call.backward_peak_bytes for call in calls), *(part.backward_bytes for part in code)
         )
 
-    def _time_plain_step(self, calls: Sequence[CallBytes]) -> Timing | None:
-        """Times the plain step; None where it may not fit, or where other processes would have to take part."""
-        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        num_bytes = sum(call.output_bytes + call.held_bytes for call in calls)
-        num_bytes += self._gradient_bytes() + max(call.backward_peak_bytes for call in calls)
-        if self.step.step is not None or not is_alone or num_bytes > self.meter.free_bytes():
-            return None
-        try:
-            timings = [self.meter.time_step(self._plain_step) for _ in range(2)]
-            return Timing(min(t.device_s for t in timings), min(t.host_s for t in timings))
-        except torch.OutOfMemoryError:
-            pass
-        self._make_room()
-        return None
+        def time_step() -> Timing | None:
+            self.put_back_random_state()
+            return time_plain_step(self.step, self.meter, plain_bytes)
 
-    def _plain_step(self) -> None:
-        output, loss = self.step.forward()
-        loss.backward()
-        del output
-        for parameter in self.step.model.parameters():
-            parameter.grad = None
+        return find_host_share([timings[kind][KEEP] for kind in kinds], code_s, time_step)
 
     def _inner_forwards(self) -> Any:
         modules = {module for inside in self.inside.values() for module in inside}
@@ -364,15 +375,10 @@ class _Measurement:
             return measure_bytes(call, recipe, self.meter, gradients=gradients)
         except (torch.OutOfMemoryError, CheckpointError):
             pass
-        self._make_room()
-        return None
-
-    def _make_room(self) -> None:
         for parameter in self.step.model.parameters():
             parameter.grad = None
-        gc.collect()
-        if self.meter.sees_residents:
-            torch.cuda.empty_cache()
+        self.meter.make_room()
+        return None
 
     # Results
 
@@ -433,6 +439,14 @@ def _first_indices(values: Iterable[Any]) -> dict[Any, int]:
     for index, value in enumerate(values):
         first.setdefault(value, index)
     return first
+
+
+def _unsteady(what: str) -> UnitError:
+    return UnitError(
+        f"The step does not call the same units each time that it runs: {what}. Let it depend on torch's, NumPy's or"
+        " Python's own random numbers and on its arguments alone, which are the same each time; or choose units that it"
+        " always calls, with units=."
+    )
 
 
 def _is_stuck(tried: Iterable[Recipe], found: Iterable[Recipe]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -36,7 +37,7 @@ class Timing(NamedTuple):
     Attributes:
         device_s: from its first operation on the device to its last, if the host is ahead of it.
         host_s: until the host has told the device all of it, or waited for the device where the code does; 0 where
-            the device is the host.
+            the device is the host, or where it is not known.
     """
 
     device_s: float
@@ -119,8 +120,12 @@ class Meter(ABC):
     def time_step(self, run: Callable[[], Any]) -> Timing:
         """Times a whole step, from an idle device to an idle device."""
         first = self.stamp()
-        host_s = _host_s(run)
-        return Timing(self.elapsed_s(first, self.stamp()), host_s)
+        run()
+        return Timing(self.elapsed_s(first, self.stamp()), 0.0)
+
+    def make_room(self) -> None:
+        """Gives back what lies in cycles and caches, after something did not fit."""
+        gc.collect()
 
     @abstractmethod
     def free_bytes(self) -> int:
@@ -213,8 +218,8 @@ class CudaMeter(Meter):
 
     def _allocated_bytes(self, when: str) -> int:
         # As nested dictionaries: to make them flat takes torch longer, and leaves a cycle behind each time.
-        statistics = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(statistics["allocated_bytes"]["all"][when])
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(found["allocated_bytes"]["all"][when])
 
     def begin(self) -> int:
         self._wait_for_autograd()
@@ -236,7 +241,8 @@ class CudaMeter(Meter):
     def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
         """Times the device with the host ahead of it, by as much as the runs that warm up took the host.
 
-        The host counts with its fastest run; if there is none to warm up, with nothing, since it may have waited.
+        The host counts with its fastest run; but if there is none to warm up, and that took so long that the host may
+        have waited for the device, with nothing.
         """
         host_s: list[list[float]] = []
 
@@ -250,14 +256,22 @@ class CudaMeter(Meter):
         for _ in range(warm_up):
             for part in make_noted():
                 part()
-        self.fill_queue(max(_QUEUE_S, repeats * max(map(sum, host_s), default=0.0)))
+        ahead_s = max(_QUEUE_S, repeats * max(map(sum, host_s), default=0.0))
+        self.fill_queue(ahead_s)
         device_s = self._medians(make_noted, repeats)
         fastest_s = [min(column) for column in zip(*host_s, strict=True)]
-        return list(map(Timing, device_s, fastest_s if warm_up else [0.0] * len(device_s)))
+        is_known = warm_up > 0 or sum(fastest_s) < ahead_s
+        return list(map(Timing, device_s, fastest_s if is_known else [0.0] * len(device_s)))
 
     def time_step(self, run: Callable[[], Any]) -> Timing:
         torch.cuda.synchronize(self.device)
-        return super().time_step(run)
+        first = self.stamp()
+        host_s = _host_s(run)
+        return Timing(self.elapsed_s(first, self.stamp()), host_s)
+
+    def make_room(self) -> None:
+        super().make_room()
+        torch.cuda.empty_cache()
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,14 +1,15 @@
 """Python state as it stands now: what of it changes, and how to put it back.
 
-`preserving` puts back what torch knows of a module. Units also keep counters, lists and caches in their attributes,
-and change objects that they are given; an examination runs a unit several times and must leave none of that behind.
+Units keep counters, lists and caches in their attributes, change objects that they are given, and have hooks that fill
+lists; what runs a unit several times must leave none of that behind.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 
 from recoup.measuring.trees import version_of
 
-__all__ = ["Notes", "unchanged_attributes"]
+__all__ = ["Notes"]
 
 _MOST_ITEMS = 1000
 _DEEPEST = 4
+_HOOK_DEPTH = 3
+_CONTEXT_DEPTH = 2
 _CONTAINERS = (list, dict, set, deque)
 _FIXED = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, torch.Size, torch.dtype)
 
@@ -72,12 +75,31 @@ class Notes:
     def add_modules(self, root: nn.Module) -> None:
         """Notes the attributes of a module and of all inside it, with lists, dicts and generators there."""
         for name, module in root.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
-                continue
-            self._places.append((name, vars(module), vars(module).copy()))
-            for key, value in vars(module).items():
-                if isinstance(value, (*_CONTAINERS, torch.Generator)):
-                    self.add_object(f"{name}.{key}", value, depth=1)
+            self._add_module(name, module)
+
+    def _add_module(self, name: str, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
+            return
+        self._places.append((name, vars(module), vars(module).copy()))
+        for key, value in vars(module).items():
+            if isinstance(value, (*_CONTAINERS, torch.Generator)):
+                self.add_object(f"{name}.{key}", value, depth=1)
+
+    def add_hooks(self, root: nn.Module) -> None:
+        """Notes what the hooks of a module, and of all inside it, may fill: what they close over and belong to."""
+        for name, module in root.named_modules():
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                for value in _reached(hook):
+                    if isinstance(value, nn.Module):
+                        self._add_module(name, value)
+                    else:
+                        self.add_object(f"a hook of {name}", value, _HOOK_DEPTH)
+
+    def add_context(self) -> None:
+        """Notes the lists and dicts that context variables lead to."""
+        for variable, value in copy_context().items():
+            if isinstance(value, _CONTAINERS):
+                self.add_object(variable.name, value, _CONTEXT_DEPTH)
 
     def changed(self) -> list[str]:
         """The names of what is not as it was."""
@@ -93,6 +115,32 @@ class Notes:
                 (place.update if isinstance(place, (dict, set)) else place.extend)(then)
         for generator, state in self._generators:
             generator.set_state(state)
+
+
+def _reached(hook: Any) -> Iterator[Any]:
+    """What a function can get at without being given it."""
+    if isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        yield from _reached(hook.func)
+    elif isinstance(hook, MethodType):
+        yield hook.__self__
+        yield from _reached(hook.__func__)
+    elif isinstance(hook, FunctionType):
+        yield from _closed_over(hook)
+        known = hook.__globals__
+        yield from (
+            known[name] for name in hook.__code__.co_names if isinstance(known.get(name), _CONTAINERS)
+        )
+    else:
+        yield hook
+
+
+def _closed_over(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not set yet
+            continue
 
 
 def _items(name: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -114,14 +162,3 @@ def _is_same(place: Any, then: Any) -> bool:
 
 def _is_equal(now: Any, then: Any) -> bool:
     return now is then or (isinstance(now, (int, float, str)) and type(now) is type(then) and now == then)
-
-
-@contextmanager
-def unchanged_attributes(module: nn.Module) -> Iterator[None]:
-    """Puts the attributes of all modules inside back, also if the block raises."""
-    notes = Notes()
-    notes.add_modules(module)
-    try:
-        yield
-    finally:
-        notes.put_back()

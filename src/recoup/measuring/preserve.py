@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.measuring.held import HeldValues, held_gradient
+from recoup.measuring.notes import Notes
 from recoup.measuring.storages import tensors
 
-__all__ = ["preserving"]
+__all__ = ["held_random_state", "preserving"]
 
 _COLLECTIONS = (
     "_parameters",
@@ -38,10 +39,11 @@ def preserving(
 ) -> Iterator[None]:
     """Puts a model back as it was, whatever the block does with it, also if the block raises.
 
-    Back are: buffers (objects and values), `.grad` of the parameters, `requires_grad`, training mode and hooks of
-    every module, and the random state of Python, NumPy and torch. Inside, all `.grad` are None, so that a step
-    starts afresh; on an accelerator the old ones wait in host memory and return as the same tensors. After a
-    `torch.OutOfMemoryError` the local variables of the calls that raised it are cleared, to make room for them.
+    Back are: buffers (objects and values), `.grad` of the parameters, `requires_grad`, training mode, hooks and
+    attributes of every module with lists and dicts there, and the random state of Python, NumPy and torch. Inside, all
+    `.grad` are None, so that a step starts afresh; on an accelerator the old ones wait in host memory and return as the
+    same tensors. After a `torch.OutOfMemoryError` the local variables of the calls that raised it are cleared, to make
+    room for them.
 
     Args:
         model: the model that the block runs.
@@ -59,8 +61,11 @@ def preserving(
     parameters = list(dict.fromkeys([*model.parameters(), *tensors(groups)]))
     # Put back from the last to the first: gradients of the block make room before anything else returns.
     with ExitStack() as exits:
-        exits.callback(_held_random_state())
+        exits.callback(held_random_state())
         exits.callback(_held_modules(list(model.modules())))
+        notes = Notes()
+        notes.add_modules(model)
+        exits.callback(notes.put_back)
         exits.callback(_held_requires_grad(parameters))
         for parameter in parameters:
             exits.callback(held_gradient(parameter))
@@ -114,7 +119,8 @@ def _held_modules(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return restore
 
 
-def _held_random_state() -> Callable[[], None]:
+def held_random_state() -> Callable[[], None]:
+    """Puts the random state of Python, NumPy and torch back to what it is now, as often as it is called."""
     python = random.getstate()
     host = torch.get_rng_state()
     # A device that was not used yet has drawn nothing.

@@ -48,6 +48,8 @@ def useful_recipes(
     To recompute takes time; where it was measured to take none, that is noise, and a part of what it repeats is added.
     """
     keep_s = seconds.get(KEEP, CallSeconds(0.0, 0.0))
+    # Whole units are forgotten in the same way, whatever their replays do.
+    whole_s = min((seconds[recipe].forward_s for recipe in sizes if recipe.whole), default=0.0)
     least: dict[Recipe, CallSeconds] = {}
     for recipe in sorted(sizes, key=lambda recipe: (recipe != KEEP, len(recipe.inner))):
         # What this recipe repeats beyond a simpler one: a nested recompute beyond the plain one.
@@ -55,7 +57,7 @@ def useful_recipes(
         repeated_s = sum(inside_s.get(name, 0.0) for name in recipe.inner)
         repeated_s += keep_s.forward_s if recipe.whole and simpler_s is keep_s else 0.0
         least[recipe] = CallSeconds(
-            max(seconds[recipe].forward_s, simpler_s.forward_s),
+            max(whole_s if recipe.whole else seconds[recipe].forward_s, keep_s.forward_s),
             max(seconds[recipe].backward_s, simpler_s.backward_s + _LEAST_REPLAY * repeated_s),
         )
     options = [RecipeCosts(recipe, sizes[recipe], least[recipe]) for recipe in sizes]

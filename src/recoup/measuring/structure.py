@@ -58,7 +58,7 @@ class SeenCall:
     Attributes:
         name: of the call.
         module: the unit.
-        sort: equal for calls of equal modules on equal arguments, whose memory may still depend on the data.
+        behaviour: equal for calls that do the same, as far as can be told, though its cost may depend on the data.
         kind: equal for calls that cost the same.
         arguments: storages that it is given.
         numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
@@ -75,7 +75,7 @@ class SeenCall:
 
     name: str
     module: nn.Module = field(repr=False)
-    sort: tuple[Any, ...] = field(repr=False)
+    behaviour: tuple[Any, ...] = field(repr=False)
     kind: tuple[Any, ...] = field(repr=False)
     arguments: Storages
     numbers: tuple[int | None, ...]
@@ -242,13 +242,13 @@ class _Looker:
         saved_inside = {
             names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
         }
-        sort = _sort_of_call(call)
+        alike = _kind_of_call(call)
         self.calls.append(
             SeenCall(
                 call.name,
                 call.module,
-                sort,
-                (*sort, *saved_inside.items()),
+                (*alike, *_flags(call), *saved_inside),
+                (*alike, *saved_inside.items()),
                 arguments,
                 numbers,
                 remade,
@@ -306,9 +306,22 @@ def _noting_inside(
         yield
 
 
-def _sort_of_call(call: UnitCall) -> tuple[Any, ...]:
+def _kind_of_call(call: UnitCall) -> tuple[Any, ...]:
     given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((call.args, call.kwargs)))
     return (kind_of_module(call.module), call.module.training, given)
+
+
+def _flags(call: UnitCall) -> tuple[Any, ...]:
+    """What may switch parts of a unit on and off: truth values and names among its arguments, and in its modules."""
+    arguments = [*enumerate(call.args), *call.kwargs.items()]
+    given = tuple((key, value) for key, value in arguments if value is None or isinstance(value, (bool, str)))
+    switches = tuple(
+        (name, key, value)
+        for name, module in call.module.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool)
+    )
+    return (given, switches)
 
 
 def _noting_sharing(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
