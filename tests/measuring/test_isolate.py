@@ -79,7 +79,7 @@ class TestMlp:
             forward_peak_bytes=2 * self.hidden + self.out,
             output_bytes=self.out,
             held_bytes=2 * self.hidden,
-            holds_output=False,
+            holds_outputs=(False,),
             backward_peak_bytes=self.backward_peak(),
             holds_arguments=(True,),
         )
@@ -127,26 +127,26 @@ class TestMlp:
 
     def test_nothing_needs_a_gradient(self) -> None:
         cost = measured(nn.Linear(6, 10).requires_grad_(False), needs_grad=False)
-        assert cost == CallBytes(self.hidden, self.hidden, 0, False, 0, (False,))
+        assert cost == CallBytes(self.hidden, self.hidden, 0, (False,), 0, (False,))
 
 
 @pytest.mark.parametrize(
     ("unit", "expected"),
     [
         # It saves its own output.
-        (nn.Tanh(), CallBytes(X, X, 0, True, 2 * X, (False,))),
-        (nn.ReLU(), CallBytes(X, X, 0, True, 2 * X, (False,))),
+        (nn.Tanh(), CallBytes(X, X, 0, (True,), 2 * X, (False,))),
+        (nn.ReLU(), CallBytes(X, X, 0, (True,), 2 * X, (False,))),
         # On the CPU dropout multiplies by a float mask, and does not save its argument.
-        (nn.Dropout(0.5), CallBytes(2 * X, X, X, False, 2 * X, (False,))),
+        (nn.Dropout(0.5), CallBytes(2 * X, X, X, (False,), 2 * X, (False,))),
         # The gradient passes through.
-        (Body(lambda self, x: x + 1), CallBytes(X, X, 0, False, X, (False,))),
+        (Body(lambda self, x: x + 1), CallBytes(X, X, 0, (False,), X, (False,))),
         # A view takes no memory, nor does the gradient of its argument.
-        (Body(lambda self, x: x.view(8, 3)), CallBytes(0, 0, 0, False, X, (False,))),
-        (Body(lambda self, x: x.t()), CallBytes(0, 0, 0, False, X, (False,))),
+        (Body(lambda self, x: x.view(8, 3)), CallBytes(0, 0, 0, (False,), X, (False,))),
+        (Body(lambda self, x: x.t()), CallBytes(0, 0, 0, (False,), X, (False,))),
         # x + 1 is saved for the gradients of both factors, and counts once.
-        (Body(square_of_next), CallBytes(2 * X, X, X, False, 3 * X, (False,))),
+        (Body(square_of_next), CallBytes(2 * X, X, X, (False,), 3 * X, (False,))),
         # The argument and the parameter live anyway; the graph holds them.
-        (Body(lambda self, x: x * self.weight), CallBytes(X, X, 0, False, 3 * X + 6 * 4, (True,))),
+        (Body(lambda self, x: x * self.weight), CallBytes(X, X, 0, (False,), 3 * X + 6 * 4, (True,))),
     ],
     ids=["tanh", "relu", "dropout", "add", "view", "transpose", "saved twice", "parameter"],
 )

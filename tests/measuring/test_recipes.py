@@ -38,9 +38,9 @@ def test_no_more_than_four_steps_between(count: int, kept: list[int]) -> None:
 def test_noise_does_not_make_a_second_replay_faster_than_the_first() -> None:
     twice = Recipe(whole=True, inner=("a", "b"))
     sizes = {
-        KEEP: CallBytes(300, 100, 200, False, 400, (True,)),
-        RECOMPUTE: CallBytes(200, 100, 0, False, 600, (True,)),
-        twice: CallBytes(200, 100, 0, False, 500, (True,)),
+        KEEP: CallBytes(300, 100, 200, (False,), 400, (True,)),
+        RECOMPUTE: CallBytes(200, 100, 0, (False,), 600, (True,)),
+        twice: CallBytes(200, 100, 0, (False,), 500, (True,)),
     }
     seconds = {KEEP: CallSeconds(2.0, 4.0), RECOMPUTE: CallSeconds(9.0, 1.0), twice: CallSeconds(2.5, 4.0)}
     useful = useful_recipes(sizes, seconds, {"a": 0.5, "b": 1.5})

@@ -85,7 +85,7 @@ class TestAnchors:
         def ones(kinds: Any) -> list[Tensor]:
             return [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
 
-        seed = seeded({"a": a * 2, "b": (b * 3, torch.zeros(5))}, ones)
+        seed = seeded({"a": a * 2, "b": (b * 3, torch.zeros(5))}, make=ones)
         assert seed is not None
         assert seed.numel() == 0
         gradients = gradients_from([seed], [a, b])

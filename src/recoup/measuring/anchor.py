@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup.measuring.trees import map_tensors, needing_gradient
+from recoup.measuring.trees import map_tensors, needing_gradient, tensors_in
 
 __all__ = ["anchored", "gradients_from", "seeded"]
 
@@ -71,12 +72,24 @@ def _even_gradients(kinds: Sequence[Any]) -> list[Tensor]:
     return [torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in kinds]
 
 
-def seeded(tree: Any, make: Callable[[Sequence[Any]], list[Tensor]] = _even_gradients) -> Tensor | None:
+def seeded(
+    tree: Any,
+    wanted: Sequence[bool] | None = None,
+    make: Callable[[Sequence[Any]], list[Tensor]] = _even_gradients,
+) -> Tensor | None:
     """A tensor from which the backward of everything in the tree starts; None if nothing needs a gradient.
 
     It is empty, as its gradient is: neither counts in a measurement. See `gradients_from`.
+
+    Args:
+        tree: whose tensors get gradients.
+        wanted: for each of them, whether it gets one; if that leaves none, or does not fit, all that need one do.
+        make: makes the gradients.
     """
     needing = needing_gradient(tree)
+    tensors = tensors_in(tree)
+    if wanted is not None and len(wanted) == len(tensors):
+        needing = [tensor for tensor in compress(tensors, wanted) if tensor.requires_grad] or needing
     if not needing:
         return None
     seed: Tensor = _Seed.apply(make, *needing)  # type: ignore[no-untyped-call]

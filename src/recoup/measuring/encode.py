@@ -47,7 +47,7 @@ class Position:
     made: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
     runs_once: bool = False
-    held_bytes: int = 0
+    held: dict[int, int] = field(default_factory=dict)
     replay_inputs: dict[int, int] = field(default_factory=dict)
     gradient_bytes: int = 0
     counted_gradient_bytes: int = 0
@@ -56,6 +56,11 @@ class Position:
     kept_output_bytes: int = 0
     user_bytes: int = 0
     sole_inputs: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds for later positions."""
+        return sum(self.held.values())
 
     @property
     def waiting_bytes(self) -> int:
@@ -150,14 +155,15 @@ def _settle_value(
     producer, following = positions[index], positions[index + 1]
     readers = [later for later in range(index + 1, len(positions)) if value in positions[later].reads]
     savers = [later for later in readers if positions[later].saves(value)]
-    gradient_bytes = _gradient_bytes(positions, index, value)
+    givers = [later for later in range(index + 1, len(positions)) if positions[later].gives_gradient(value)]
+    gradient_bytes = _gradient_bytes(positions, index, value) if givers else 0
     if readers and readers[0] == index + 1:
         producer.outputs[value] = size
         is_handed_on = is_kept or following.hands_on(value)
         if following.seen is not None and len(readers) == 1 and not is_handed_on:
             following.sole_inputs[value] = size
     elif savers:
-        producer.held_bytes += size
+        producer.held[value] = size
     elif readers:
         positions[readers[0]].replay_inputs[value] = size
     if any(later > index + 1 for later in readers) or last_alive > index + 2:
@@ -165,7 +171,6 @@ def _settle_value(
     if any(value in seen.remade for later in readers if (seen := positions[later].seen) is not None):
         producer.runs_once = True
     producer.gradient_bytes += gradient_bytes
-    givers = [later for later in range(index + 1, len(positions)) if positions[later].gives_gradient(value)]
     if givers:
         first = index + 1 if givers[0] == index + 1 and len(givers) > 1 else index + 2
         waiting_bytes = positions[givers[-1]].waiting_gradient(value)
@@ -322,15 +327,28 @@ def _held_arguments(position: Position, option: RecipeCosts) -> set[int]:
     return {number for number, is_held in pairs if is_held and number is not None}
 
 
+def _held_outputs(position: Position, option: RecipeCosts) -> dict[int, int]:
+    """Of what a position makes and hands on, what its own graph holds under an option."""
+    assert position.seen is not None
+    pairs = zip(position.seen.output_numbers, option.bytes.holds_outputs, strict=True)
+    numbers = {number for number, is_held in pairs if is_held}
+    return {value: size for value, size in position.made.items() if value in numbers}
+
+
 def _option(position: Position, option: RecipeCosts, before: Position | None) -> Option:
     cost = option.bytes
     held = _held_arguments(position, option)
     output_bytes = sum(position.outputs.values())
+    held_outputs = _held_outputs(position, option)
+    # To the planner only what the next position reads is an output, and it is held as a whole or not at all.
+    read_bytes = sum(size for value, size in held_outputs.items() if value in position.outputs)
+    holds_output = 2 * read_bytes > output_bytes
     held_bytes = cost.held_bytes + position.held_bytes
-    # An output that the next position does not read is no output to the planner; its own graph may hold it still.
-    holds_output = cost.holds_output and output_bytes > 0
-    if cost.holds_output and not holds_output:
-        held_bytes += max(0, cost.output_bytes - position.held_bytes)
+    held_bytes += sum(
+        size
+        for value, size in held_outputs.items()
+        if value not in position.held and not (holds_output and value in position.outputs)
+    )
     held_bytes += sum(size for value, size in position.replay_inputs.items() if value in held)
     needed_bytes = cost.forward_peak_bytes + position.user_bytes
     return Option(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,8 @@ class CallBytes:
     Attributes:
         forward_peak_bytes: the most in its forward, with its output.
         output_bytes: of its output, as far as its arguments do not hold it already.
-        held_bytes: between forward and backward, without its output.
-        holds_output: whether its graph holds the output too.
+        held_bytes: between forward and backward, without its outputs.
+        holds_outputs: for each tensor among its outputs, whether its graph holds that too.
         backward_peak_bytes: the most in its backward beyond what it held, with the gradients of its output, its
             arguments and its parameters.
         holds_arguments: for each tensor among its arguments, whether its graph holds that.
@@ -46,9 +47,14 @@ class CallBytes:
     forward_peak_bytes: int
     output_bytes: int
     held_bytes: int
-    holds_output: bool
+    holds_outputs: tuple[bool, ...]
     backward_peak_bytes: int
     holds_arguments: tuple[bool, ...]
+
+    @property
+    def holds_output(self) -> bool:
+        """Whether its graph holds anything of its outputs."""
+        return any(self.holds_outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +96,22 @@ class Gradients(Enum):
 
 
 def measure_bytes(
-    call: UnitCall, recipe: Recipe, meter: Meter, *, gradients: Gradients = Gradients.NONE
+    call: UnitCall,
+    recipe: Recipe,
+    meter: Meter,
+    *,
+    gradients: Gradients = Gradients.NONE,
+    wanted: Sequence[bool] | None = None,
 ) -> CallBytes:
-    """Runs a call forward and backward inside ``meter.watching()``."""
+    """Runs a call forward and backward inside ``meter.watching()``.
+
+    Args:
+        call: to run.
+        recipe: under which.
+        meter: of the device.
+        gradients: what its parameters have already.
+        wanted: for each tensor among its outputs, whether the step gives it a gradient; unless given, all get one.
+    """
     owners = _Owners(call)
     args, kwargs, start = call.fresh()
     parameters = _trained(call.module)
@@ -102,26 +121,21 @@ def measure_bytes(
     before = meter.begin()
     output = run_recipe(recipe, call.module, call.fn, args, kwargs)
     forward_peak = meter.peak_bytes() - before
-    with_output = meter.live_bytes() - before
     given, made = storages_of((args, kwargs)), storages_of(output)
     output_bytes = sum(rounded(size, meter) for key, size in made.items() if key not in given)
-    seed = seeded(output)
+    storages = [tensor.untyped_storage() for tensor in tensors_in(output)]
+    seed = seeded(output, wanted)
     del output, args, kwargs
-    held_bytes = meter.live_bytes() - before
-    freed_bytes = with_output - held_bytes
-    holds_output = output_bytes > 0 and freed_bytes < output_bytes
+    # Whoever still has one of them, beside this list, is the graph.
+    holds_outputs = tuple(storage._cdata not in given and num_owners(storage) > 1 for storage in storages)
+    held = {storage._cdata: storage.nbytes() for storage in compress(storages, holds_outputs)}
+    del storages
+    held_bytes = meter.live_bytes() - before - sum(rounded(size, meter) for size in held.values())
     holds_arguments = owners.have_grown()
     if seed is None:
-        return CallBytes(forward_peak, output_bytes, 0, False, 0, holds_arguments)
+        return CallBytes(forward_peak, output_bytes, 0, (False,) * len(holds_outputs), 0, holds_arguments)
     backward_peak = _backward_peak(seed, start, parameters, meter, gradients)
-    return CallBytes(
-        forward_peak,
-        output_bytes,
-        held_bytes - (output_bytes - freed_bytes if holds_output else 0),
-        holds_output,
-        backward_peak,
-        holds_arguments,
-    )
+    return CallBytes(forward_peak, output_bytes, held_bytes, holds_outputs, backward_peak, holds_arguments)
 
 
 class _Owners:
@@ -173,14 +187,16 @@ def rounded(num_bytes: int, meter: Meter) -> int:
     return -(-num_bytes // meter.rounding_bytes) * meter.rounding_bytes
 
 
-def forward_and_backward(call: UnitCall, recipe: Recipe) -> tuple[Callable[[], None], Callable[[], None]]:
+def forward_and_backward(
+    call: UnitCall, recipe: Recipe, wanted: Sequence[bool] | None = None
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Two functions to be run one after the other: the call's forward and its backward."""
     args, kwargs, start = call.fresh()
     parameters = _trained(call.module)
     seeds: list[Tensor | None] = []
 
     def forward() -> None:
-        seeds.append(seeded(run_recipe(recipe, call.module, call.fn, args, kwargs)))
+        seeds.append(seeded(run_recipe(recipe, call.module, call.fn, args, kwargs), wanted))
 
     def backward() -> None:
         seed = seeds.pop()
@@ -190,9 +206,17 @@ def forward_and_backward(call: UnitCall, recipe: Recipe) -> tuple[Callable[[], N
     return forward, backward
 
 
-def time_call(call: UnitCall, recipe: Recipe, meter: Meter, *, repeats: int, warm_up: int) -> CallTiming:
+def time_call(
+    call: UnitCall,
+    recipe: Recipe,
+    meter: Meter,
+    *,
+    repeats: int,
+    warm_up: int,
+    wanted: Sequence[bool] | None = None,
+) -> CallTiming:
     """Times a call outside ``meter.watching()``: medians of several runs, one behind the other."""
     forward, backward = meter.time(
-        lambda: forward_and_backward(call, recipe), repeats=repeats, warm_up=warm_up
+        lambda: forward_and_backward(call, recipe, wanted), repeats=repeats, warm_up=warm_up
     )
     return CallTiming(forward, backward)

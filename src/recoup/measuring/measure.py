@@ -218,7 +218,7 @@ class _Measurement:
         note("measuring", 3, _NUM_PASSES)
         measured_bytes = self._measure_bytes(structure, first, recipes, accumulates)
         note("measuring", 4, _NUM_PASSES)
-        code_warm, timings = self._time_calls(first, measured_bytes, effort)
+        code_warm, timings = self._time_calls(structure, first, measured_bytes, effort)
         code_s = tuple(map(_faster, code_cold, code_warm))
         host_share = self._host_share(structure, measured_bytes, timings, code_s)
         note("measuring", 5, _NUM_PASSES)
@@ -284,8 +284,9 @@ class _Measurement:
             gradients = Gradients.ACCUMULATED if accumulates else Gradients.NONE
             if structure.calls[call.index].shares:
                 gradients = Gradients.SHARED
+            wanted = structure.calls[call.index].wanted
             for recipe in recipes[kind]:
-                cost = self._try(call, recipe, gradients)
+                cost = self._try(call, recipe, gradients, wanted)
                 if cost is not None:
                     found[kind][recipe] = cost
 
@@ -300,6 +301,7 @@ class _Measurement:
 
     def _time_calls(
         self,
+        structure: Structure,
         first: Mapping[Any, int],
         measured_bytes: Mapping[Any, Mapping[Recipe, CallBytes]],
         effort: Effort,
@@ -311,7 +313,12 @@ class _Measurement:
             kind = kinds[call.index]
             for recipe in measured_bytes[kind]:
                 found[kind][recipe] = time_call(
-                    call, recipe, self.meter, repeats=effort.repeats, warm_up=effort.warm_up
+                    call,
+                    recipe,
+                    self.meter,
+                    repeats=effort.repeats,
+                    warm_up=effort.warm_up,
+                    wanted=structure.calls[call.index].wanted,
                 )
 
         with self._inner_forwards():
@@ -369,10 +376,12 @@ class _Measurement:
         modules = {module for inside in self.inside.values() for module in inside}
         return intercepted({module: InnerForward(module) for module in modules})
 
-    def _try(self, call: UnitCall, recipe: Recipe, gradients: Gradients) -> CallBytes | None:
+    def _try(
+        self, call: UnitCall, recipe: Recipe, gradients: Gradients, wanted: Sequence[bool]
+    ) -> CallBytes | None:
         """An option that does not even fit by itself, or cannot be replayed, is none."""
         try:
-            return measure_bytes(call, recipe, self.meter, gradients=gradients)
+            return measure_bytes(call, recipe, self.meter, gradients=gradients, wanted=wanted)
         except (torch.OutOfMemoryError, CheckpointError):
             pass
         for parameter in self.step.model.parameters():

@@ -64,6 +64,7 @@ class SeenCall:
         numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
         remade: storages among its arguments that it is given as other tensors than units handed on: as views of them.
         outputs: storages that it hands on.
+        output_numbers: of the storages of all tensors among its outputs, in their order; None for what is resident.
         saved_arguments: those of its arguments that its own graph saves.
         saved_inside: by modules directly inside it, bytes that their graphs save.
         gradients: of its outputs, by storage.
@@ -71,6 +72,7 @@ class SeenCall:
         alive: storages that live when it is called.
         code: what ran before it.
         shares: whether another part of the step, after it, gives its parameters gradients too.
+        wanted: for each tensor among its outputs, whether anything after it gives that a gradient.
     """
 
     name: str
@@ -81,6 +83,7 @@ class SeenCall:
     numbers: tuple[int | None, ...]
     remade: frozenset[int]
     outputs: Storages
+    output_numbers: tuple[int | None, ...]
     saved_arguments: frozenset[int]
     saved_inside: dict[str, int]
     gradients: Storages
@@ -88,6 +91,7 @@ class SeenCall:
     alive: Storages
     code: Code
     shares: bool = False
+    wanted: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,7 @@ class _Looker:
                 numbers,
                 remade,
                 self.numbers.of(output),
+                tuple(map(self.numbers.of_tensor, tensors_in(output))),
                 frozenset(self._saved_arguments),
                 saved_inside,
                 self.numbers.gradients(output),
@@ -324,15 +329,17 @@ def _flags(call: UnitCall) -> tuple[Any, ...]:
     return (given, switches)
 
 
-def _noting_sharing(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
-    """Says of each call whether its parameters got gradients before, going backwards."""
-    known = set(tail.code.parameters)
+def _noting_gradients(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
+    """Says of each call which of its parameters and outputs got gradients before, going backwards."""
+    known, given = set(tail.code.parameters), set(tail.code.gives_gradients)
     noted = []
     for seen in reversed(calls):
         trained = {id(parameter) for parameter in seen.module.parameters() if parameter.requires_grad}
         shares = bool(trained & known)
-        noted.append(replace(seen, shares=shares, kind=(seen.kind, shares)))
+        wanted = tuple(number is None or number in given for number in seen.output_numbers)
+        noted.append(replace(seen, shares=shares, wanted=wanted, kind=(seen.kind, shares, wanted)))
         known |= trained | seen.code.parameters.keys()
+        given |= seen.argument_gradients.keys() | seen.code.gives_gradients.keys()
     return tuple(reversed(noted))
 
 
@@ -376,7 +383,7 @@ def _look(
         accumulates = stream(step, units, looker)
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")
-        calls = _noting_sharing(looker.calls, looker.tail)
+        calls = _noting_gradients(looker.calls, looker.tail)
         return Structure(calls, looker.tail, accumulates)
 
 
