@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recoup
 from recoup.auditing import Audit, Finding, Kind, audit, audit_step
 from recoup.measuring.measure import measure
 from recoup.measuring.options import KEEP
@@ -476,6 +477,37 @@ def test_measure_keeps_what_is_unsafe() -> None:
     assert recipes["unit"] == (KEEP,)
     trusting = measure(model, sample, units=["first", "unit", "last"])
     assert len({unit.name: unit.recipes for unit in trusting.units}["unit"]) > 1
+
+
+@pytest.mark.parametrize("way", ["attribute", "argument"])
+def test_blocks_that_are_switched_to_do_something_else_are_examined_too(way: str) -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * random.random()
+
+    class Block(nn.Module):
+        def __init__(self, is_noisy: bool) -> None:
+            super().__init__()
+            self.layer, self.noise, self.is_noisy = nn.Linear(8, 8), Noise(), is_noisy
+
+        def forward(self, x: Tensor, is_noisy: bool = False) -> Tensor:
+            x = self.layer(x).tanh()
+            return self.noise(x) if self.is_noisy or is_noisy else x
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(way == "attribute" and index > 1) for index in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index, block in enumerate(self.blocks):
+                x = block(x, True) if way == "argument" and index > 1 else block(x)
+            return x.mean()
+
+    model, sample = Blocks(), torch.randn(16, 8)
+    fitted = recoup.fit(model, sample, budget="1GiB", units="blocks.*")
+    assert list(fitted.audit.unsafe) == ["blocks.2"]  # which stands for all that do the same
+    assert [bool(unit.unsafe) for unit in fitted.profile.units[:4]] == [False, False, True, True]
 
 
 def test_how_it_reads() -> None:

@@ -307,8 +307,13 @@ def test_verify_alone_refuses_a_peak_above_the_budget() -> None:
     model, x = chain()
     fitted = recoup.fit(model, x, budget=middle(model, x, loss=torch.sum), loss=torch.sum)
     small = replace(fitted.plan, budget_bytes=fitted.verification.peak_bytes - 1)
-    with pytest.raises(VerificationError, match=r"A real step peaks at .*above the budget"):
+    steps: list[int] = []
+    handle = model.register_forward_hook(lambda *_: steps.append(1))
+    with pytest.raises(OverBudgetError, match=r"A real step peaks at .*above the budget") as caught:
         recoup.verify(model, small, x, loss=torch.sum)
+    handle.remove()
+    assert caught.value.peak_bytes == fitted.verification.peak_bytes
+    assert len(steps) == 1  # neither timed nor compared
     remove(model)
     with pytest.raises(VerificationError, match="above the budget"):
         recoup.verify(model, fitted.plan, x, loss=torch.sum)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recoup
 from recoup.errors import SampleError, UnitError
 from recoup.measuring import measure
 from recoup.measuring.streaming import UnitCall, _ForgottenError
@@ -221,3 +225,164 @@ def test_a_glance_holds_nothing() -> None:
     call = UnitCall(0, "layer", layer, layer.forward, (torch.randn(4, 6),), {})
     with pytest.raises(_ForgottenError, match="layer"):
         call.glance().sum().backward()
+
+
+# Collectors that hooks fill
+
+_COLLECTOR: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("collector", default=None)
+_GLOBAL: list[Tensor] = []
+
+
+def collect(place: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    """A replay runs hooks too, long after the code that wants what they collect."""
+    if not recoup.is_replaying():
+        place.append(output)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def add(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        collect(self.outputs, module, args, output)
+
+
+class Hooked(nn.Module):
+    """Uses what hooks of modules inside its blocks collect, and sets them up when it first runs."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.GELU()) for _ in range(4)
+        )
+        self.way, self.is_set_up, self.recorder, self.found = way, False, Recorder(), []
+
+    def set_up(self) -> None:
+        found, recorder = self.found, self.recorder
+
+        def add(module: nn.Module, args: Any, output: Tensor) -> None:
+            collect(found, module, args, output)
+
+        def add_to_context(module: nn.Module, args: Any, output: Tensor) -> None:
+            collector = _COLLECTOR.get()
+            if collector is not None:
+                collector["outputs"].append(output)
+
+        def add_to_global(module: nn.Module, args: Any, output: Tensor) -> None:
+            collect(_GLOBAL, module, args, output)
+
+        hooks = {
+            "closure": add,
+            "context": add_to_context,
+            "global": add_to_global,
+            "object": recorder.add,
+            "module": self.add,
+            "partial": functools.partial(collect, found),
+        }
+        for block in self.blocks:
+            block[1].register_forward_hook(hooks[self.way])
+
+    def add(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        collect(self.found, module, args, output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set_up:
+            self.set_up()
+            self.is_set_up = True
+        collected: dict[str, list[Tensor]] = {"outputs": []}
+        token = _COLLECTOR.set(collected)
+        try:
+            for block in self.blocks:
+                x = block(x)
+        finally:
+            _COLLECTOR.reset(token)
+        found = [*collected["outputs"], *self.found, *self.recorder.outputs, *_GLOBAL]
+        assert len(found) == len(self.blocks)
+        for place in (self.found, self.recorder.outputs, _GLOBAL):
+            place.clear()
+        return (x * sum(output.detach() for output in found)).mean()
+
+
+@pytest.mark.parametrize("is_set_up", [False, True])
+@pytest.mark.parametrize("way", ["closure", "context", "global", "object", "module", "partial"])
+def test_what_hooks_collect_is_collected_once(way: str, is_set_up: bool) -> None:
+    model, x = Hooked(way), torch.randn(32, 6)
+    if is_set_up:
+        model(x)
+    profile = measure(model, x, units="blocks.*")
+    budget = (recoup.minimum_budget(profile) + profile.plain_bytes) // 2
+    fitted = recoup.fit(model, x, budget=budget, units="blocks.*")
+    assert fitted.verification is not None
+    assert fitted.verification.gradients == "bit-equal"
+    assert model.is_set_up is is_set_up
+    assert len(model.blocks[0][1]._forward_hooks) == is_set_up
+    assert model.found == model.recorder.outputs == _GLOBAL == []
+    model(x).backward()
+
+
+class Dropping(nn.Module):
+    """Leaves layers out at random."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh()) for _ in range(6)
+        )
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.draw() < 0.6:
+                x = block(x)
+        return self.blocks[0](x).mean()
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), random.random, np.random.rand])
+def test_layers_left_out_at_random_are_the_same_each_time(draw: Callable[[], float]) -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    model, x = Dropping(draw), torch.randn(32, 6)
+    profile = measure(model, x, units="blocks.*")
+    assert 1 < sum(not unit.is_code for unit in profile.units) < 7
+    fitted = recoup.fit(
+        model, x, budget=(recoup.minimum_budget(profile) + profile.plain_bytes) // 2, units="blocks.*"
+    )
+    assert [unit.name for unit in fitted.profile.units] == [unit.name for unit in profile.units]
+    for seed in range(8):
+        results = []
+        for _ in range(2):
+            for how in (torch.manual_seed, random.seed, np.random.seed):
+                how(seed)
+            model.zero_grad()
+            model(x).backward()
+            results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            recoup.remove(model)
+        recoup.apply(model, fitted.plan)
+        assert results[0].keys() == results[1].keys()
+        assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
+
+
+@pytest.mark.parametrize(
+    ("choose", "what"),
+    [
+        (lambda run, index: index != 2 or run != 2, "'blocks.3' was called in the place of 'blocks.2'"),
+        (lambda run, index: index != 5 or run < 3, "'blocks.5' was not called again"),
+    ],
+)
+def test_a_step_that_calls_other_units_each_time(choose: Callable[[int, int], bool], what: str) -> None:
+    runs = itertools.count()
+
+    class Unsteady(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            run = next(runs)
+            for index, block in enumerate(self.blocks):
+                x = block(x) if choose(run, index) else x
+            return x.mean()
+
+    with pytest.raises(UnitError, match=f"does not call the same units each time that it runs: {what}"):
+        measure(Unsteady(), torch.randn(8, 6), units="blocks.*")

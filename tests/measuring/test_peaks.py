@@ -312,6 +312,41 @@ def test_small_models(kind: Any) -> None:
     assert predicted_peak_bytes(profile) == pytest.approx(real_peak_bytes(model, sample), rel=0.01)
 
 
+class WithWeights(nn.Module):
+    """Hands on what nobody uses, as blocks do with their attention weights: its graph holds that, or does not."""
+
+    def __init__(self, holds: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.holds = nn.Linear(24, 40), nn.Linear(40, 24), holds
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        weights = hidden.sigmoid() if self.holds else hidden + 1
+        return x + self.second(weights).tanh(), weights
+
+
+class Discards(nn.Module):
+    def __init__(self, holds: bool, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithWeights(holds) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)[0]
+        return x
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_outputs_that_nobody_uses(holds: bool) -> None:
+    model = Discards(holds)
+    check_exact(model, units="blocks.*")
+    profile = measure(model, torch.randn(ROWS, 24), loss=mean, units="blocks.*")
+    for unit in profile.problem.units[:4]:
+        # Both are what the second layer saves; nothing gives them a gradient.
+        assert unit.gradient_bytes == ROWS * 24 * 4
+        assert unit.options[0].held_bytes >= ROWS * 40 * 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["GPT", "ResNet, BatchNorm", "U-Net, skips", "encoder-decoder"])
 def test_on_cuda(name: str) -> None:
