@@ -186,6 +186,26 @@ OUTSIDE: dict[str, tuple[str, dict[str, int]]] = {
         {"vocab_size": 90, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 3,
          "decoder_start_token_id": 0},
     ),
+    # Its blocks return attention weights that nobody uses.
+    "GPT-J": (
+        "GPTJForCausalLM",
+        {"vocab_size": 90, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4},
+    ),
+    # It leaves layers out at random.
+    "Wav2Vec2": (
+        "Wav2Vec2ForSequenceClassification",
+        {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "intermediate_size": 64, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3),
+         "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+         "mask_time_prob": 0.0},
+    ),
+    # Its hooks collect hidden states that it uses, and are set up in the first forward.
+    "Segformer": (
+        "SegformerForSemanticSegmentation",
+        {"num_encoder_blocks": 2, "depths": [2, 2], "sr_ratios": [2, 1], "hidden_sizes": [16, 32],
+         "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+         "decoder_hidden_size": 32, "num_labels": 3},
+    ),
 }  # fmt: skip
 
 
@@ -199,12 +219,17 @@ def transformers_case(name: str) -> Case:
     model = kind(kind.config_class(**options)).train()
     if name == "ViT":
         return Case(model, {"pixel_values": torch.randn(4, 3, 20, 20), "labels": torch.randint(2, (4,))})
+    if name == "Wav2Vec2":
+        return Case(model, {"input_values": torch.randn(4, 600), "labels": torch.randint(2, (4,))})
+    if name == "Segformer":
+        labels = torch.randint(3, (4, 24, 24))
+        return Case(model, {"pixel_values": torch.randn(4, 3, 24, 24), "labels": labels})
     tokens = torch.randint(90, (4, 24))
     return Case(model, {"input_ids": tokens, "labels": tokens})
 
 
 # In per cent. Under some plans at the minimum, T5 is predicted up to 15,600 bytes too high (of 854,536).
-OUTSIDE_TOLERANCE = {"T5": 2.5}
+OUTSIDE_TOLERANCE = {"T5": 2.5, "Wav2Vec2": 2.5}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -222,7 +247,7 @@ def test_transformers(name: str, share: float | None) -> None:
     assert seen.gradients == "bit-equal"
     assert seen.drifting == ()
     error = 100 * (fitted.plan.predicted_bytes / seen.peak_bytes - 1)
-    assert abs(error) <= OUTSIDE_TOLERANCE.get(name, 1.0)
+    assert -1.0 <= error <= OUTSIDE_TOLERANCE.get(name, 1.0)
     assert set(case.model.state_dict()) == state
     case.assert_trains_the_same()
     recoup.remove(case.model)

@@ -110,6 +110,35 @@ class Repeated(nn.Module):
         return x
 
 
+def test_blocks_that_differ_in_what_has_no_parameters() -> None:
+    class Path(nn.Module):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.rate = rate
+
+        def extra_repr(self) -> str:
+            return f"rate={self.rate}"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (torch.rand(len(x), 1) > self.rate)
+
+    class Block(nn.Module):
+        def __init__(self, rate: float, width: int) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
+            self.path = Path(rate) if rate else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.path(self.layer(self.norm(x)).tanh())
+
+    stages = [
+        nn.Sequential(*(Block(0.1 * (index + 2 * stage), 8 + 4 * stage) for index in range(2)))
+        for stage in range(2)
+    ]
+    model = nn.Sequential(stages[0], nn.Linear(8, 12), stages[1])
+    assert chosen(model, torch.randn(5, 8)) == ["0.0", "0.1", "1", "2.0", "2.1"]
+
+
 def test_a_block_that_is_called_again_is_one_unit() -> None:
     assert chosen(Repeated(), torch.zeros(4, 6)) == ["block"]
 

@@ -14,7 +14,7 @@ from torch.nn.modules import module as hooks
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.tracker import MemoryTracker
 
-__all__ = ["ModuleCall", "kind_of_module", "module_names", "watch_calls"]
+__all__ = ["ModuleCall", "form_of_module", "kind_of_module", "module_names", "watch_calls"]
 
 
 @dataclass(eq=False)
@@ -45,11 +45,20 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
+def form_of_module(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules of the same class with the same layers: they may differ in what has no parameters."""
+    layers = tuple(type(child) for child in module.modules() if any(True for _ in child.parameters()))
+    return (type(module), layers, _shapes(module))
+
+
 def kind_of_module(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules of the same class with the same parameters and settings: blocks of one kind."""
     settings = tuple((type(child), child.extra_repr()) for child in module.modules())
-    shapes = tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
-    return (type(module), settings, shapes)
+    return (type(module), settings, _shapes(module))
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
 
 
 def watch_calls(step: TrainingStep) -> ModuleCall:

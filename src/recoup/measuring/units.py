@@ -1,8 +1,9 @@
 """Which module calls the plan decides about.
 
 NOTE [ Choosing units ]
-    1. A module whose kind occurs again (a transformer block, a residual block, a cell called at every step) is a
-       unit, at the outermost level where that holds. Single operations (modules without children) repeat
+    1. A module whose form occurs again (a transformer block, a residual block, a cell called at every step) is a
+       unit, at the outermost level where that holds. What has no parameters may differ: stochastic depth gives each
+       block a rate of its own, and the first an Identity. Single operations (modules without children) repeat
        everywhere and count only where nothing around them does.
     2. A module that contains such blocks is no unit: what it calls is looked at one by one.
     3. What remains is a unit if it is small (a quarter of the step's bytes at most) or has nothing inside.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import nn
 
 from recoup.errors import UnitError
-from recoup.measuring.calls import ModuleCall, kind_of_module
+from recoup.measuring.calls import ModuleCall, form_of_module
 from recoup.measuring.slices import (
     Slice,
     first_overlap,
@@ -51,12 +52,12 @@ def choose_units(root: ModuleCall) -> list[nn.Module]:
 
 
 def _choose_units(root: ModuleCall, slicing: _Slicing) -> list[nn.Module]:
-    kinds = {call.module: kind_of_module(call.module) for call in root.walk()}
-    counts = Counter(kinds[call.module] for call in root.walk())
+    forms = {call.module: form_of_module(call.module) for call in root.walk()}
+    counts = Counter(forms[call.module] for call in root.walk())
     num_calls = Counter(call.module for call in root.walk())
 
     def is_block(call: ModuleCall) -> bool:
-        is_again = counts[kinds[call.module]] > 1
+        is_again = counts[forms[call.module]] > 1
         is_leaf = not call.inside
         return call is not root and is_again and (not is_leaf or _is_cell(call, root))
 
