@@ -204,23 +204,6 @@ def test_the_error_names_a_budget_that_works() -> None:
     assert fitted.verification.peak_bytes <= caught.value.smallest_bytes
 
 
-def test_on_a_gpu_a_little_room_is_left_where_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sample = setting()
-    measured = fitting.measure_step
-
-    def on_gpu(*args: Any, **options: Any) -> recoup.Profile:
-        return replace(measured(*args, **options), device="cuda:0 (a test)")
-
-    monkeypatch.setattr(fitting, "measure_step", on_gpu)
-    profile = recoup.measure(model, sample, loss=mean_square, units=UNITS)
-    exact, low = profile.plain_bytes, recoup.minimum_budget(profile)
-    options = {"loss": mean_square, "units": UNITS, "verify": False}
-    fitted = recoup.fit(model, sample, budget=exact, **options)
-    assert fitted.plan.budget_bytes == exact
-    assert fitted.plan.predicted_bytes <= exact * (1 - fitting._ROOM)
-    assert recoup.fit(model, sample, budget=low, **options).plan.predicted_bytes <= low
-
-
 def test_units_that_stand_in_the_way_are_split() -> None:
     """The whole as one unit cannot be told apart; what it calls can."""
 

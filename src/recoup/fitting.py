@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from recoup.auditing import Audit, audit_step
 from recoup.engines import ModelPlan, apply, plan, remove
-from recoup.engines.plans import may_fit
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import BudgetError, OverBudgetError
 from recoup.measuring.budgets import read_budget
@@ -33,11 +31,6 @@ __all__ = ["Fitted", "fit", "plan_to_fit", "verify"]
 
 _MOST_ROUNDS = 3
 _MOST_SPLITS = 4
-_ROOM = 0.001
-"""On a GPU, real steps were up to 0.09 % above their prediction, since its allocator does not split every block.
-
-To plan again costs several steps.
-"""
 
 
 @dataclass(frozen=True)
@@ -189,7 +182,7 @@ class _Fitting:
             profile = self._measure(wanted)
             note("planning", 0, 1)
             try:
-                return _plan_with_room(profile, budget_bytes)
+                return plan(profile, budget_bytes)
             except BudgetError as error:
                 if smallest is None or error.smallest_bytes < smallest.smallest_bytes:
                     smallest = error
@@ -241,15 +234,6 @@ class _Fitting:
             chosen = plan(_with_surprise(chosen, peaks[-1]), chosen.budget_bytes)
             apply(self.step.model, chosen)
         raise _missed(chosen, peaks)
-
-
-def _plan_with_room(profile: Profile, budget_bytes: int) -> ModelPlan:
-    """Plans for a little less, where there is such a plan: a device's own small allocations vary from step to step."""
-    roomy_bytes = budget_bytes - int(budget_bytes * _ROOM)
-    if profile.device.startswith("cuda") and may_fit(profile, roomy_bytes):
-        with suppress(BudgetError):
-            return replace(plan(profile, roomy_bytes), budget_bytes=budget_bytes)
-    return plan(profile, budget_bytes)
 
 
 def _missed(chosen: ModelPlan, peaks: Sequence[int]) -> BudgetError:

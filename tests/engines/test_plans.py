@@ -54,6 +54,28 @@ def test_the_smallest_budget_is_feasible_and_the_one_below_is_not(profile: objec
     assert caught.value.unit in {unit.name for unit in measured.units}
 
 
+def test_on_a_gpu_plans_leave_a_little_room() -> None:
+    profile = replace(unequal_profile(), device="cuda:0 (a test)")
+    smallest = minimum_budget(profile)
+    assert smallest > minimum_budget(unequal_profile())
+    for budget in (smallest, (smallest + profile.plain_bytes) // 2, profile.plain_bytes):
+        chosen = plan(profile, budget)
+        assert chosen.budget_bytes == budget
+        assert 0.5 * budget < chosen.predicted_bytes <= budget - budget // 1000
+    with pytest.raises(BudgetError) as caught:
+        plan(profile, smallest - 1)
+    assert caught.value.smallest_bytes == smallest
+    assert all(p.predicted_bytes <= p.budget_bytes - p.budget_bytes // 1000 for p in frontier(profile))
+
+
+def test_the_optimizers_step_needs_no_room() -> None:
+    profile = replace(unequal_profile(), device="cuda:0 (a test)")
+    residents = replace(profile.residents, optimizer_transient_bytes=10 * profile.plain_bytes)
+    profile = replace(profile, residents=residents)
+    assert minimum_budget(profile) == residents.optimizer_peak_bytes
+    assert plan(profile, residents.optimizer_peak_bytes).predicted_bytes == residents.optimizer_peak_bytes
+
+
 def test_more_bytes_never_take_more_seconds() -> None:
     profile = unequal_profile()
     low, high = minimum_budget(profile), profile.plain_bytes

@@ -156,13 +156,13 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
         )
-    found = _plan_below(profile, budget_bytes)
-    if found is not None:
-        return found
-    tightest = _tightest(profile)
-    if tightest.predicted_bytes > budget_bytes:
-        raise _too_small(tightest, budget_bytes)
-    return replace(tightest, budget_bytes=budget_bytes)
+    roomy_bytes = max(floor, _without_room(budget_bytes, profile))
+    chosen = _plan_below(profile, roomy_bytes)
+    if chosen is None:
+        chosen = _tightest(profile)
+        if chosen.predicted_bytes > roomy_bytes:
+            raise _too_small(chosen, budget_bytes)
+    return replace(chosen, budget_bytes=budget_bytes)
 
 
 def _plan_below(profile: Profile, budget_bytes: int) -> ModelPlan | None:
@@ -218,29 +218,34 @@ def _swept_bytes(profile: Profile, index: int) -> int:
 
 def minimum_budget(profile: Profile) -> int:
     """The smallest budget in bytes for which `plan` finds a plan."""
-    return _tightest(profile).predicted_bytes
+    return _smallest_budget(_tightest(profile))
 
 
-def may_fit(profile: Profile, budget_bytes: int) -> bool:
-    """Whether the planner has a plan for a budget: cheaper than to ask for one and be refused.
+def _without_room(budget_bytes: int, profile: Profile) -> int:
+    """What plans may take of a budget: on a GPU a thousandth less, since real steps were up to 0.09 % above prediction.
 
-    Where it works in groups, `plan` may find one for a little less.
+    Its allocator does not split every block, so that a tensor may take up to 1 MiB more than it needs.
     """
-    return _planners_smallest(profile) <= budget_bytes
+    return budget_bytes - (budget_bytes // 1000 if profile.device.startswith("cuda") else 0)
 
 
-def _planners_smallest(profile: Profile) -> int:
-    return planning.minimum_budget(profile.problem, solvers=_SOLVERS)
+def _smallest_budget(plan: ModelPlan) -> int:
+    """The smallest budget that leaves room above a plan's peak. The optimizer's own step needs none."""
+    budget_bytes = peak_bytes = _peak_bytes(plan)
+    while (missing_bytes := peak_bytes - _without_room(budget_bytes, plan.profile)) > 0:
+        budget_bytes += missing_bytes
+    return max(budget_bytes, plan.profile.residents.optimizer_peak_bytes)
 
 
 def _tightest(profile: Profile) -> ModelPlan:
     """The plan at the planner's smallest budget. It may need less than that, where the planner works in groups."""
-    smallest = _planners_smallest(profile)
+    smallest = planning.minimum_budget(profile.problem, solvers=_SOLVERS)
     return ModelPlan(profile, planning.plan(profile.problem, smallest, solvers=_SOLVERS), smallest)
 
 
 def _too_small(tightest: ModelPlan, budget_bytes: int) -> BudgetError:
-    profile, smallest = tightest.profile, tightest.predicted_bytes
+    profile = tightest.profile
+    smallest = _smallest_budget(tightest)
     peak = tightest.schedule.predicted.peak
     unit = profile.units[peak.unit].name
     advice = "Raise the budget, or use a smaller batch"
@@ -269,5 +274,5 @@ def frontier(
     points = []
     for point in found:
         chosen = ModelPlan(profile, point, max(point.budget_bytes, floor))
-        points.append(replace(chosen, budget_bytes=chosen.predicted_bytes))
+        points.append(replace(chosen, budget_bytes=_smallest_budget(chosen)))
     return tuple(points)

@@ -29,7 +29,7 @@ from recoup.sizes import format_bytes
 __all__ = ["Verification", "verify_step"]
 
 _MOST_REPEATS = 5
-_ENOUGH_S = {"cpu": 1.0, "cuda": 0.08}
+_ENOUGH_S = {"cpu": 1.0, "cuda": 0.15}
 """A step is timed until that took this long: longer steps hardly vary, least of all on a GPU."""
 _MOST_PLAIN_STEPS = 3
 

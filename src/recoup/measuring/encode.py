@@ -341,8 +341,7 @@ def _option(position: Position, option: RecipeCosts, before: Position | None) ->
     output_bytes = sum(position.outputs.values())
     held_outputs = _held_outputs(position, option)
     # To the planner only what the next position reads is an output, and it is held as a whole or not at all.
-    read_bytes = sum(size for value, size in held_outputs.items() if value in position.outputs)
-    holds_output = 2 * read_bytes > output_bytes
+    holds_output = any(value in position.outputs for value in held_outputs)
     held_bytes = cost.held_bytes + position.held_bytes
     held_bytes += sum(
         size

@@ -97,9 +97,10 @@ class Meter(ABC):
             repeats: how many runs count.
             warm_up: how many do not, before these.
         """
-        for _ in range(warm_up):
-            self._stamped(make_run())
-        return [Timing(seconds, 0.0) for seconds in self._medians(make_run, repeats)]
+        with _without_collections():
+            for _ in range(warm_up):
+                self._stamped(make_run())
+            return [Timing(seconds, 0.0) for seconds in self._medians(make_run, repeats)]
 
     def _medians(self, make_run: Callable[[], Parts], repeats: int) -> list[float]:
         runs = [self._stamped(make_run()) for _ in range(repeats)]
@@ -119,9 +120,10 @@ class Meter(ABC):
 
     def time_step(self, run: Callable[[], Any]) -> Timing:
         """Times a whole step, from an idle device to an idle device."""
-        first = self.stamp()
-        run()
-        return Timing(self.elapsed_s(first, self.stamp()), 0.0)
+        with _without_collections():
+            first = self.stamp()
+            run()
+            return Timing(self.elapsed_s(first, self.stamp()), 0.0)
 
     def make_room(self) -> None:
         """Gives back what lies in cycles and caches, after something did not fit."""
@@ -253,21 +255,23 @@ class CudaMeter(Meter):
             host_s.append([])
             return [noted(part) for part in make_run()]
 
-        for _ in range(warm_up):
-            for part in make_noted():
-                part()
-        ahead_s = max(_QUEUE_S, repeats * max(map(sum, host_s), default=0.0))
-        self.fill_queue(ahead_s)
-        device_s = self._medians(make_noted, repeats)
+        with _without_collections():
+            for _ in range(warm_up):
+                for part in make_noted():
+                    part()
+            ahead_s = max(_QUEUE_S, repeats * max(map(sum, host_s), default=0.0))
+            self.fill_queue(ahead_s)
+            device_s = self._medians(make_noted, repeats)
         fastest_s = [min(column) for column in zip(*host_s, strict=True)]
         is_known = warm_up > 0 or sum(fastest_s) < ahead_s
         return list(map(Timing, device_s, fastest_s if is_known else [0.0] * len(device_s)))
 
     def time_step(self, run: Callable[[], Any]) -> Timing:
         torch.cuda.synchronize(self.device)
-        first = self.stamp()
-        host_s = _host_s(run)
-        return Timing(self.elapsed_s(first, self.stamp()), host_s)
+        with _without_collections():
+            first = self.stamp()
+            host_s = _host_s(run)
+            return Timing(self.elapsed_s(first, self.stamp()), host_s)
 
     def make_room(self) -> None:
         super().make_room()
@@ -289,6 +293,18 @@ class CudaMeter(Meter):
 
     def total_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python from looking for cycles, which takes it as long as a step and happens now and then."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def _host_s(run: Callable[[], Any]) -> float:

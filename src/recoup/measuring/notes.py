@@ -82,8 +82,12 @@ class Notes:
             return
         self._places.append((name, vars(module), vars(module).copy()))
         for key, value in vars(module).items():
-            if isinstance(value, (*_CONTAINERS, torch.Generator)):
-                self.add_object(f"{name}.{key}", value, depth=1)
+            if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
+                # As add_object does, without looking into it: a module has a dozen of these.
+                self._seen[id(value)] = value
+                self._places.append((f"{name}.{key}", value, value.copy()))
+            elif isinstance(value, torch.Generator):
+                self.add_object(f"{name}.{key}", value)
 
     def add_hooks(self, root: nn.Module) -> None:
         """Notes what the hooks of a module, and of all inside it, may fill: what they close over and belong to."""
