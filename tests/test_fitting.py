@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -202,6 +204,27 @@ def test_the_error_names_a_budget_that_works() -> None:
     assert caught.value.budget_bytes == 40_000
     fitted = recoup.fit(model, x, budget=caught.value.smallest_bytes, loss=mean_square)
     assert fitted.verification.peak_bytes <= caught.value.smallest_bytes
+
+
+@pytest.mark.parametrize("budget", [100_000, 30_000])
+def test_a_model_goes_when_nobody_holds_it(budget: int) -> None:
+    """Not only when Python next looks for cycles: until then its memory would count."""
+
+    def fit() -> weakref.ref[nn.Module]:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+        try:
+            recoup.fit(model, torch.randn(64, 32), budget=budget, loss=mean_square)
+        except BudgetError:
+            assert budget == 30_000
+        return weakref.ref(recoup.remove(model))
+
+    fit()  # what is imported on the way keeps frames
+    gc.collect()
+    gc.disable()
+    try:
+        assert fit()() is None
+    finally:
+        gc.enable()
 
 
 def test_units_that_stand_in_the_way_are_split() -> None:

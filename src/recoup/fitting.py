@@ -190,7 +190,11 @@ class _Fitting:
                 if wanted is None or units is not None:
                     break
         assert smallest is not None
-        raise smallest
+        try:
+            raise smallest
+        finally:
+            # Its traceback leads to this frame, and from here to the model.
+            smallest = None
 
     def _measure(self, units: Units | Iterable[Units] | None) -> Profile:
         return measure_step(

@@ -52,29 +52,36 @@ def choose_units(root: ModuleCall) -> list[nn.Module]:
 
 
 def _choose_units(root: ModuleCall, slicing: _Slicing) -> list[nn.Module]:
-    forms = {call.module: form_of_module(call.module) for call in root.walk()}
-    counts = Counter(forms[call.module] for call in root.walk())
-    num_calls = Counter(call.module for call in root.walk())
+    return list(dict.fromkeys(_Choice(root, slicing).below(root))) or [root.module]
 
-    def is_block(call: ModuleCall) -> bool:
-        is_again = counts[forms[call.module]] > 1
+
+class _Choice:
+    """The units below one call."""
+
+    def __init__(self, root: ModuleCall, slicing: _Slicing) -> None:
+        self.root, self.slicing = root, slicing
+        self.forms = {call.module: form_of_module(call.module) for call in root.walk()}
+        self.counts = Counter(self.forms[call.module] for call in root.walk())
+        self.num_calls = Counter(call.module for call in root.walk())
+
+    def is_block(self, call: ModuleCall) -> bool:
+        is_again = self.counts[self.forms[call.module]] > 1
         is_leaf = not call.inside
-        return call is not root and is_again and (not is_leaf or _is_cell(call, root))
+        return call is not self.root and is_again and (not is_leaf or _is_cell(call, self.root))
 
-    def holds_blocks(call: ModuleCall) -> bool:
-        return any(is_block(inner) for inner in call.walk() if inner is not call)
+    def holds_blocks(self, call: ModuleCall) -> bool:
+        return any(self.is_block(inner) for inner in call.walk() if inner is not call)
 
-    def choose(call: ModuleCall) -> list[nn.Module]:
-        if is_block(call) or not call.inside:
-            return [call.module] if call is not root or not call.inside else []
-        if call is root or holds_blocks(call) or call.made_bytes * _LARGEST_SHARE > root.made_bytes:
+    def below(self, call: ModuleCall) -> list[nn.Module]:
+        is_root = call is self.root
+        if self.is_block(call) or not call.inside:
+            return [call.module] if not is_root or not call.inside else []
+        if is_root or self.holds_blocks(call) or call.made_bytes * _LARGEST_SHARE > self.root.made_bytes:
             chosen = []
-            for part in slicing.parts(call, num_calls):
-                chosen += choose(part) if isinstance(part, ModuleCall) else [part]
+            for part in self.slicing.parts(call, self.num_calls):
+                chosen += self.below(part) if isinstance(part, ModuleCall) else [part]
             return chosen
         return [call.module]
-
-    return list(dict.fromkeys(choose(root))) or [root.module]
 
 
 class _Slicing:
