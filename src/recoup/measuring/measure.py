@@ -209,23 +209,25 @@ class _Measurement:
         first = _first_indices(seen.kind for seen in structure.calls)
         unsafe = self._unsafe(structure.calls, examine)
         note("measuring", 2, _NUM_PASSES)
-        code_cold, inside_s = self._time_inside(first)
+        pacers = _pacers(structure.calls, first)
+        code_cold, inside_s = self._time_inside(set(pacers.values()))
         effort = Effort.for_calls(structure.calls)
         recipes = {
             kind: effort.recipes(structure.calls[index], inside_s[index], unsafe)
-            for kind, index in first.items()
+            for kind, index in pacers.items()
         }
         note("measuring", 3, _NUM_PASSES)
         measured_bytes = self._measure_bytes(structure, first, recipes, accumulates)
         note("measuring", 4, _NUM_PASSES)
-        code_warm, timings = self._time_calls(structure, first, measured_bytes, effort)
+        code_warm, timings = self._time_calls(structure, pacers, measured_bytes, effort)
         code_s = tuple(map(_faster, code_cold, code_warm))
         host_share = self._host_share(structure, measured_bytes, timings, code_s)
         note("measuring", 5, _NUM_PASSES)
         useful = {}
-        for kind, index in first.items():
+        for kind, index in pacers.items():
             seconds = {recipe: timing.seconds(host_share) for recipe, timing in timings[kind].items()}
-            useful[kind] = useful_recipes(measured_bytes[kind], seconds, inside_s[index])
+            sizes = {recipe: measured_bytes[kind][recipe] for recipe in seconds}
+            useful[kind] = useful_recipes(sizes, seconds, inside_s[index])
         options = [
             [option for option in useful[seen.kind] if option.recipe == KEEP or seen.name not in unsafe]
             for seen in structure.calls
@@ -254,8 +256,8 @@ class _Measurement:
         reasons = {seen.behaviour: found[seen.name] for seen in calls if seen.name in found}
         return {seen.name: reasons[seen.behaviour] for seen in calls if seen.behaviour in reasons}
 
-    def _time_inside(self, first: Mapping[Any, int]) -> tuple[list[CodeSeconds], dict[int, dict[str, float]]]:
-        """Streams the step and times the code and the modules inside one unit of each kind."""
+    def _time_inside(self, indices: Collection[int]) -> tuple[list[CodeSeconds], dict[int, dict[str, float]]]:
+        """Streams the step and times the code, and the modules inside some of the units."""
         found: dict[int, dict[str, float]] = {}
 
         def at_call(call: UnitCall) -> None:
@@ -267,7 +269,7 @@ class _Measurement:
                 names[module]: seconds for module, seconds in timed.items() if module in names
             }
 
-        return self._stream(first, at_call), found
+        return self._stream(indices, at_call), found
 
     def _measure_bytes(
         self,
@@ -291,7 +293,7 @@ class _Measurement:
                     found[kind][recipe] = cost
 
         with self.meter.watching(), self._inner_forwards():
-            self._stream(first, at_call)
+            self._stream(kinds, at_call)
         for kind, index in first.items():
             if not found[kind]:
                 raise torch.OutOfMemoryError(
@@ -302,35 +304,40 @@ class _Measurement:
     def _time_calls(
         self,
         structure: Structure,
-        first: Mapping[Any, int],
+        pacers: Mapping[Any, int],
         measured_bytes: Mapping[Any, Mapping[Recipe, CallBytes]],
         effort: Effort,
     ) -> tuple[list[CodeSeconds], dict[Any, dict[Recipe, CallTiming]]]:
-        found: dict[Any, dict[Recipe, CallTiming]] = {kind: {} for kind in first}
-        kinds = {index: kind for kind, index in first.items()}
+        found: dict[int, dict[Recipe, CallTiming]] = {index: {} for index in pacers.values()}
 
         def at_call(call: UnitCall) -> None:
-            kind = kinds[call.index]
-            for recipe in measured_bytes[kind]:
-                found[kind][recipe] = time_call(
+            seen = structure.calls[call.index]
+            for recipe in measured_bytes[seen.kind]:
+                found[call.index][recipe] = time_call(
                     call,
                     recipe,
                     self.meter,
                     repeats=effort.repeats,
                     warm_up=effort.warm_up,
-                    wanted=structure.calls[call.index].wanted,
+                    wanted=seen.wanted,
                 )
 
         with self._inner_forwards():
-            return self._stream(first, at_call), found
+            code_s = self._stream(found, at_call)
+        return code_s, {
+            kind: {
+                recipe: timing for recipe, timing in found[index].items() if recipe in measured_bytes[kind]
+            }
+            for kind, index in pacers.items()
+        }
 
-    def _stream(self, first: Mapping[Any, int], at_call: Callable[[UnitCall], None]) -> list[CodeSeconds]:
-        """A pass over the step, with ``at_call`` at the first call of each kind.
+    def _stream(self, indices: Collection[int], at_call: Callable[[UnitCall], None]) -> list[CodeSeconds]:
+        """A pass over the step, with ``at_call`` at some of its calls.
 
         Raises:
             UnitError: other units are called than in the first pass.
         """
-        indices, num_calls = set(first.values()), 0
+        num_calls = 0
 
         def check(call: UnitCall) -> None:
             nonlocal num_calls
@@ -448,6 +455,15 @@ def _first_indices(values: Iterable[Any]) -> dict[Any, int]:
     for index, value in enumerate(values):
         first.setdefault(value, index)
     return first
+
+
+def _pacers(calls: Sequence[SeenCall], first: Mapping[Any, int]) -> dict[Any, int]:
+    """For each kind the call that is timed for it: what does the same takes about as long, however many its bytes."""
+    timed: dict[Any, int] = {}
+    return {
+        kind: timed.setdefault((calls[index].behaviour, calls[index].wanted), index)
+        for kind, index in first.items()
+    }
 
 
 def _unsteady(what: str) -> UnitError:

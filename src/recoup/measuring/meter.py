@@ -244,8 +244,9 @@ class CudaMeter(Meter):
         """Times the device with the host ahead of it, by as much as the runs that warm up took the host.
 
         The host counts with its fastest run; but if there is none to warm up, and that took so long that the host may
-        have waited for the device, with nothing.
+        have waited for the device, with nothing. Two runs tell all there is to know about the device.
         """
+        repeats = min(repeats, 2)
         host_s: list[list[float]] = []
 
         def noted(part: Callable[[], Any]) -> Callable[[], None]:
