@@ -88,7 +88,7 @@ def fit_at(case: Case, budget: int, **options: Any) -> tuple[Fitted, float]:
 
 
 def accuracy(device: str) -> Lines:
-    """Prediction against measurement, at three budgets for every model, and what the fit cost."""
+    """Prediction against measurement, at four budgets for every model, and what the fit cost."""
     lines = [
         "| model | budget | recipe | peak predicted | peak measured | error | ms predicted | ms measured | error"
         " | fit s | 15 plain steps + 2 s |",

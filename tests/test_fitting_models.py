@@ -228,7 +228,7 @@ def transformers_case(name: str) -> Case:
     return Case(model, {"input_ids": tokens, "labels": tokens})
 
 
-# By how many per cent a prediction may be too high: under some plans these are by up to 1.9, T5 by 15,600 bytes of 854,536.
+# By how many per cent a prediction may be too high: under some plans these are by up to 1.9.
 OUTSIDE_TOLERANCE = {"T5": 2.5, "GPT-J": 2.5, "Wav2Vec2": 2.5, "Segformer": 2.5}
 
 

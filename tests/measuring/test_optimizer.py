@@ -103,6 +103,50 @@ def test_costs_are_those_of_real_steps(name: str) -> None:
     assert optimizer_cost(optimizer) == OptimizerCost(after_bytes, 0, transient_bytes)
 
 
+MANY: dict[str, Make] = {
+    **OPTIMIZERS,
+    "groups": lambda params: optim.AdamW(
+        [{"params": (all_of := list(params))[:3]}, {"params": all_of[3:], "weight_decay": 0.0}], foreach=True
+    ),
+    "mixed": lambda params: optim.Adam(
+        [{"params": (all_of := list(params))[:9], "foreach": True}, {"params": all_of[9:], "foreach": False}]
+    ),
+}
+
+
+def make_deep_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(30, 90),
+        nn.Linear(90, 20),
+        *(nn.Sequential(nn.Linear(20, 20), nn.LayerNorm(20)) for _ in range(12)),
+    )
+
+
+@pytest.mark.parametrize("device_type", [None, "cuda"])
+@pytest.mark.parametrize("name", MANY)
+def test_a_few_of_many_parameters_tell_as_much_as_all(
+    name: str, device_type: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = MANY[name](make_deep_model().parameters())
+    few = optimizer_cost(optimizer, device_type=device_type)
+    monkeypatch.setattr("recoup.measuring.rehearsal.rehearse_few", lambda *_: None)
+    assert few == optimizer_cost(optimizer, device_type=device_type)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_few"), [("adamw_foreach", True), ("sgd_foreach", True), ("by_hand", False)]
+)
+def test_a_few_are_rehearsed_where_that_works(
+    name: str, is_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError
+
+    optimizer = OPTIMIZERS[name](make_deep_model().parameters())
+    monkeypatch.setattr("recoup.measuring.rehearsal._copied", refuse)
+    assert optimizer_cost(optimizer).is_estimate is not is_few
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_is_touched(name: str) -> None:
     model = make_model()

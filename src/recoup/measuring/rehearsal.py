@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
 from torch.overrides import TorchFunctionMode
 
+from recoup.measuring.few import own_attributes, rehearse_few
 from recoup.measuring.storages import plain_tensors, tensors
 from recoup.measuring.tracker import MemoryTracker
 
@@ -46,7 +47,28 @@ def rehearse_on_fakes(
             device = moved.get(plain.device, plain.device)
             return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device)
 
+    def make(tensor: Tensor, times: int) -> Tensor:
+        shape, stride = tensor.shape, tensor.stride()
+        if times > 1:
+            shape, stride = torch.Size((times, *shape)), (tensor.numel(), *stride)
+        with fakes:
+            device = moved.get(tensor.device, tensor.device)
+            return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
+
+    def rehearse(few: Optimizer) -> tuple[dict[Tensor, int], int] | None:
+        parameters = tensors([group["params"] for group in few.param_groups])
+        pairs: dict[Tensor, Tensor] = dict.fromkeys(parameters, nn.Parameter(torch.empty(0)))
+        with _foreach_takes_fakes(pairs), fakes:
+            transient_bytes = _two_steps(few, devices)
+        if not few.state.keys() <= pairs.keys():
+            return None
+        state = {parameter: _num_bytes(few.state.get(parameter), devices) for parameter in pairs}
+        return state, transient_bytes
+
     devices = devices if on is None else frozenset({on})
+    few = rehearse_few(optimizer, make, rehearse)
+    if few is not None:
+        return few
     rehearsed, pairs = _copied(optimizer, fake)
     before_bytes = sum(_state_sizes(rehearsed, pairs, devices))
     with _foreach_takes_fakes(pairs), fakes:
@@ -123,12 +145,7 @@ def _copied(
     optimizer: Optimizer, replace: Callable[[Tensor], Tensor]
 ) -> tuple[Optimizer, dict[Tensor, Tensor]]:
     """A copy without the hooks, with other tensors and gradients; and its parameters with the originals."""
-    # Bound methods set on the instance (learning rate schedulers do so) would lead back to the original.
-    attributes = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if not name.startswith("_optimizer_") and not callable(getattr(type(optimizer), name, None))
-    }
+    attributes = own_attributes(optimizer)
     memo: dict[int, Any] = {}
     pairs: dict[Tensor, Tensor] = {}
     for parameter in tensors([group["params"] for group in optimizer.param_groups]):
@@ -185,6 +202,12 @@ def _two_steps(rehearsed: Optimizer, devices: frozenset[torch.device]) -> int:
             step(rehearsed)
             transient_bytes = max(transient_bytes, memory.peak_bytes - memory.current_bytes)
     return transient_bytes
+
+
+def _num_bytes(entry: Any, devices: frozenset[torch.device]) -> int:
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in tensors(entry) if tensor.device in devices
+    )
 
 
 def _state_sizes(
