@@ -50,3 +50,14 @@ def test_noise_does_not_make_a_second_replay_faster_than_the_first() -> None:
         (RECOMPUTE, CallSeconds(2.5, 4.5)),
         (twice, CallSeconds(2.5, 5.0)),
     ]
+
+
+def test_noise_does_not_make_a_replay_slower_than_a_forward() -> None:
+    sizes = {
+        KEEP: CallBytes(300, 100, 200, (False,), 400, (True,)),
+        RECOMPUTE: CallBytes(200, 100, 0, (False,), 600, (True,)),
+    }
+    seconds = {KEEP: CallSeconds(2.0, 4.0), RECOMPUTE: CallSeconds(2.0, 9.0)}
+    _, recompute = useful_recipes(sizes, seconds, {})
+    # Else the planner would run the unit's forward again by itself, and then its backward.
+    assert recompute.seconds == CallSeconds(2.0, 0.999 * 2.0 + 4.0)

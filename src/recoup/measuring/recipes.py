@@ -13,6 +13,8 @@ __all__ = ["promising_recipes", "useful_recipes"]
 _WORTH_SHARE = 0.02
 # A replay may stop early, but not before this share of its forward.
 _LEAST_REPLAY = 0.25
+# And not after all of it; a little less, since between equals planners may choose either.
+_MOST_REPLAY = 0.999
 
 
 def promising_recipes(
@@ -60,6 +62,11 @@ def useful_recipes(
             max(whole_s if recipe.whole else seconds[recipe].forward_s, keep_s.forward_s),
             max(seconds[recipe].backward_s, simpler_s.backward_s + _LEAST_REPLAY * repeated_s),
         )
+    if KEEP in least and RECOMPUTE in least:
+        # Else planners would put the same together from a forward and a backward, whose bytes are not as exact.
+        most_s = _MOST_REPLAY * keep_s.forward_s + keep_s.backward_s
+        forward_s, backward_s = least[RECOMPUTE].forward_s, least[RECOMPUTE].backward_s
+        least[RECOMPUTE] = CallSeconds(forward_s, min(backward_s, most_s))
     options = [RecipeCosts(recipe, sizes[recipe], least[recipe]) for recipe in sizes]
     options.sort(key=lambda o: (o.recipe != KEEP, o.seconds.forward_s + o.seconds.backward_s))
     useful: list[RecipeCosts] = []
