@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -195,3 +196,22 @@ def test_an_optimizer_may_set_the_peak() -> None:
     profile = measure(model, torch.randn(2, 64), loss=mean, optimizer=optimizer)
     assert profile.residents.optimizer_transient_bytes > 0
     assert profile.plain_bytes == profile.residents.optimizer_peak_bytes > profile.plain.peak_bytes
+
+
+def test_what_does_not_fit_in_one_unit_may_fit_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that do the same are timed once, unless that one cannot run in the way of another."""
+    module = importlib.import_module("recoup.measuring.measure")
+    measure_bytes = module.measure_bytes
+
+    def cramped(call: Any, recipe: Any, *args: Any, **options: Any) -> Any:
+        if call.name == "layers.1" and recipe == KEEP:
+            raise torch.OutOfMemoryError("no room")
+        return measure_bytes(call, recipe, *args, **options)
+
+    case = zoo.MODELS["mixture of experts"](False)
+    kinds = [unit.kind for unit in measure(case.model, case.sample).units[:8]]
+    assert len(set(kinds)) > 2  # which differ in their bytes alone
+    monkeypatch.setattr(module, "measure_bytes", cramped)
+    units = measure(case.model, case.sample).units[:8]
+    assert [KEEP in unit.recipes for unit in units] == [True, False, *[True] * 6]
+    assert all(RECOMPUTE in unit.recipes for unit in units)

@@ -219,6 +219,10 @@ class _Measurement:
         note("measuring", 3, _NUM_PASSES)
         measured_bytes = self._measure_bytes(structure, first, recipes, accumulates)
         note("measuring", 4, _NUM_PASSES)
+        for kind, index in first.items():
+            # What did not fit there may fit here: then it is timed here.
+            if not measured_bytes[kind].keys() <= measured_bytes[structure.calls[pacers[kind]].kind].keys():
+                pacers[kind] = index
         code_warm, timings = self._time_calls(structure, pacers, measured_bytes, effort)
         code_s = tuple(map(_faster, code_cold, code_warm))
         host_share = self._host_share(structure, measured_bytes, timings, code_s)
@@ -227,7 +231,7 @@ class _Measurement:
         for kind, index in pacers.items():
             seconds = {recipe: timing.seconds(host_share) for recipe, timing in timings[kind].items()}
             sizes = {recipe: measured_bytes[kind][recipe] for recipe in seconds}
-            useful[kind] = useful_recipes(sizes, seconds, inside_s[index])
+            useful[kind] = useful_recipes(sizes, seconds, inside_s.get(index, {}))
         options = [
             [option for option in useful[seen.kind] if option.recipe == KEEP or seen.name not in unsafe]
             for seen in structure.calls
