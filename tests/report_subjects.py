@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from recoup.auditing.findings import Audit, Kind, make_finding
@@ -35,15 +35,24 @@ def make_profile(
     unsafe: Sequence[int] = (),
     model: str = "Stack",
     embed_mib: float = 1,
+    again_ms: float = 0.0,
 ) -> Profile:
-    """An embedding, blocks of several kinds in turn with unequal costs, a head, and the loss."""
+    """An embedding, blocks of several kinds in turn with unequal costs, a head, and the loss.
+
+    A block that is kept in a replay costs ``again_ms`` more.
+    """
     units = [_unit("embed", held_mib=embed_mib, output_mib=2, forward_ms=0.5)]
     profiled = [ProfiledUnit("embed", "embed", 0, 0, (KEEP, RECOMPUTE))]
     for index in range(num_blocks):
         kind = 1 + index * num_kinds // num_blocks
         name = f"{stem}.{index}"
         is_unsafe = index in unsafe
-        costs = {"held_mib": 6 + 2 * kind, "output_mib": 2, "forward_ms": 3.0 + 1.5 * kind}
+        costs = {
+            "held_mib": 6 + 2 * kind,
+            "output_mib": 2,
+            "forward_ms": 3.0 + 1.5 * kind,
+            "again_ms": again_ms,
+        }
         units.append(_unit(name, **costs, replays=not is_unsafe, runs_once=is_unsafe))
         recipes = (KEEP,) if is_unsafe else (KEEP, RECOMPUTE)
         reason = "values drift: its output" if is_unsafe else ""
@@ -67,11 +76,12 @@ def _unit(
     held_mib: float,
     output_mib: float,
     forward_ms: float,
+    again_ms: float = 0.0,
     replays: bool = True,
     runs_once: bool = False,
 ) -> Unit:
     if replays:
-        return Unit.keep_or_recompute(
+        unit = Unit.keep_or_recompute(
             name,
             forward_s=forward_ms / 1e3,
             backward_s=2.1 * forward_ms / 1e3,
@@ -80,6 +90,8 @@ def _unit(
             forward_transient_bytes=MIB // 2,
             backward_transient_bytes=MIB,
         )
+        keep, recompute = unit.options
+        return replace(unit, options=(replace(keep, again_s=again_ms / 1e3), recompute))
     keep = Option(
         "keep",
         forward_s=forward_ms / 1e3,

@@ -11,9 +11,10 @@ from machines import HOST
 from torch import Tensor, nn
 
 import recoup
-from recoup.batching import BatchChoice, largest_batch
+from recoup.batching import BatchChoice, _option_between, largest_batch
 from recoup.errors import BudgetError, HardwareError, SampleError
 from recoup.measuring import measure
+from recoup.planning import Option
 
 # Small operations are bound by their start, larger ones by their bytes: larger batches pay, until memory is short.
 TOY = replace(
@@ -80,6 +81,23 @@ def test_what_it_says() -> None:
     assert lines[0].endswith(" samples per second, estimated")
     assert sum(line.endswith(" <") for line in lines) == 1
     assert len(lines) == 1 + len(chosen.tried)
+
+
+def test_between_two_batch_sizes_every_cost_lies_on_a_line() -> None:
+    def option(factor: float) -> Option:
+        return Option(
+            "keep",
+            forward_s=1 * factor,
+            backward_s=2 * factor,
+            again_s=0.5 * factor,
+            held_bytes=int(10 * factor),
+            freed_input_bytes=int(3 * factor),
+            forward_transient_bytes=int(7 * factor),
+            backward_transient_bytes=int(5 * factor),
+        )
+
+    between = _option_between(option(2), option(4), lambda low, high: (low + high) / 2)
+    assert between == option(3)
 
 
 def test_it_ends_where_larger_batches_gain_nothing() -> None:

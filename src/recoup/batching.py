@@ -337,6 +337,7 @@ def _option_between(first: Option, second: Option, line: Callable[[float, float]
         first.name,
         forward_s=line(first.forward_s, second.forward_s),
         backward_s=line(first.backward_s, second.backward_s),
+        again_s=line(first.again_s, second.again_s),
         held_bytes=round(line(first.held_bytes, second.held_bytes)),
         holds_output=first.holds_output or second.holds_output,
         freed_input_bytes=int(line(first.freed_input_bytes, second.freed_input_bytes)),

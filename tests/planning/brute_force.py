@@ -23,6 +23,7 @@ class State(NamedTuple):
     outputs: int  # bit i: output i is on the device
     kept: int  # bit i: output i may not be dropped (persistent schedules only)
     held: tuple[int, ...]  # option held for each unit, or NONE
+    has_run: int = 0  # bit i: unit i has run (only where that costs anything)
 
 
 class Search:
@@ -31,6 +32,7 @@ class Search:
         self.problem, self.units, self.n = problem, problem.units, len(problem.units)
         self.budget_bytes, self.persistent = budget_bytes, persistent
         self.fixed_bytes = problem.resident_bytes + problem.input_bytes
+        self.counts_runs = any(option.again_s for unit in self.units for option in unit.options)
 
     def live_bytes(self, state: State) -> int:
         total = self.fixed_bytes
@@ -54,6 +56,8 @@ class Search:
                 continue
             if state.kept >> index:
                 continue  # persistent: nothing that leads to a kept value is run again while it is kept
+            if self.persistent and state.held[index] != NONE:
+                continue  # nor a unit that holds its results
             unit = self.units[index]
             choices: list[Forward] = [] if unit.runs_once else [Forward(index)]
             if index and not unit.runs_once:
@@ -69,7 +73,8 @@ class Search:
                     continue
                 after = self.after_forward(state, action)
                 if after is not None and self.live_bytes(after) <= self.budget_bytes:
-                    yield option.forward_s, after, action
+                    is_again = action.option is not None and state.has_run >> index & 1
+                    yield option.forward_s + option.again_s * is_again, after, action
 
     def after_forward(self, state: State, action: Forward) -> State | None:
         index, outputs, kept, held = action.unit, state.outputs, state.kept, state.held
@@ -87,7 +92,9 @@ class Search:
         is_read_later = state.next_backward > index and index < self.n - 1
         if not is_read_later and not self.pinned(held, index):
             outputs &= ~(1 << index)
-        return State(state.next_backward, state.is_seeded or index == self.n - 1, outputs, kept, held)
+        has_run = state.has_run | self.counts_runs << index
+        is_seeded = state.is_seeded or index == self.n - 1
+        return State(state.next_backward, is_seeded, outputs, kept, held, has_run)
 
     def backwards(self, state: State) -> Iterator[tuple[float, State, Action]]:
         index = state.next_backward
@@ -107,7 +114,8 @@ class Search:
             outputs = state.outputs & ~(1 << index)
             if index and not self.pinned(held, index - 1):
                 outputs &= ~(1 << (index - 1))
-            after = State(index - 1, True, outputs, state.kept & outputs, held)
+            has_run = state.has_run & ~(1 << index)  # it never runs again
+            after = State(index - 1, True, outputs, state.kept & outputs, held, has_run)
             if self.live_bytes(after) <= self.budget_bytes:
                 yield option.extra_s + option.backward_s, after, Backward(index, option=k)
 

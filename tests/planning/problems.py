@@ -21,11 +21,13 @@ def random_problem(
     odd: bool = False,
     once: Collection[int] = (),
     leaves: bool = False,
+    again: bool = False,
 ) -> Problem:
     """Unequal in everything: seconds, held bytes, transients, outputs, gradients, parameters.
 
     ``odd`` lets options differ in their forwards too, so that keeping everything need not be fastest; the
-    units in ``once`` run once; ``leaves`` lets other bytes come and go with the backwards.
+    units in ``once`` run once; ``leaves`` lets other bytes come and go with the backwards; ``again`` makes
+    options dearer for units that have run before.
     """
     rng = random.Random(seed)
     waiting = [rng.choice([1, 2, 5]) * scale if leaves else 0 for _ in range(num_units - 1)]
@@ -44,6 +46,7 @@ def random_problem(
                 backward_s=backward_s,
                 held_bytes=everything,
                 holds_output=rng.random() < 0.3,
+                again_s=(everything + index) % 4 if again else 0,
                 forward_transient_bytes=size(0, 3),
                 backward_transient_bytes=size(0, 3),
             )
@@ -56,6 +59,7 @@ def random_problem(
                     forward_s=forward_s,
                     backward_s=backward_s,
                     extra_s=forward_s * (num_options - k) / num_options,
+                    again_s=(everything + k) % 3 if again else 0,
                     held_bytes=everything * k // num_options,
                     forward_transient_bytes=size(0, 3),
                     replay_transient_bytes=everything,
@@ -82,9 +86,17 @@ def random_problem(
 
 
 def equal_problem(
-    num_units: int, *, scale: int = 1, parameter_gradient_bytes: int = 0, once: Collection[int] = ()
+    num_units: int,
+    *,
+    scale: int = 1,
+    parameter_gradient_bytes: int = 0,
+    once: Collection[int] = (),
+    again_s: float = 0.0,
 ) -> Problem:
-    """A head, equal blocks with three options, and a loss; the units in ``once`` run once."""
+    """A head, equal blocks with three options, and a loss; the units in ``once`` run once.
+
+    What holds something costs ``again_s`` more in a unit that has run before.
+    """
 
     def block(index: int, forward_s: float, held: int, output: int) -> Unit:
         def option(kind: str, held_bytes: int, extra_s: float) -> Option:
@@ -93,6 +105,7 @@ def equal_problem(
                 forward_s=forward_s,
                 backward_s=2 * forward_s,
                 extra_s=extra_s,
+                again_s=again_s if held_bytes else 0.0,
                 held_bytes=held_bytes * scale,
                 forward_transient_bytes=scale,
                 backward_transient_bytes=(2 + held - held_bytes) * scale,
@@ -123,6 +136,7 @@ def small_problems(draw: st.DrawFn, *, max_units: int, max_options: int = 3) -> 
         once=draw(st.sets(st.integers(0, num_units - 1))),
         num_options=draw(st.integers(1, max_options)),
         odd=draw(st.booleans()),
+        again=draw(st.booleans()),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ seeds = st.integers(min_value=0, max_value=2**32 - 1)
 
 
 def random_option(rng: random.Random, name: str, *, links: tuple[str, ...] = ()) -> Option:
-    return Option(
+    option = Option(
         name,
         forward_s=rng.randint(1, 9),
         backward_s=rng.randint(1, 9) / 2,
@@ -26,6 +27,7 @@ def random_option(rng: random.Random, name: str, *, links: tuple[str, ...] = ())
         backward_transient_bytes=rng.choice([0, rng.randint(0, 30)]),
         held_links=links,
     )
+    return replace(option, again_s=option.held_bytes % 5 / 2)
 
 
 def random_problem(

@@ -47,6 +47,7 @@ def test_defaults_and_derived_figures() -> None:
         (lambda: Option("x", forward_s=-1, backward_s=1), "forward_s must be a finite number of seconds"),
         (lambda: Option("x", forward_s=math.nan, backward_s=1), "forward_s must be a finite"),
         (lambda: Option("x", forward_s=1, backward_s="2"), "backward_s must be a finite"),
+        (lambda: Option("x", forward_s=1, backward_s=1, again_s=-0.5), "again_s must be a finite"),
         (lambda: Option("x", forward_s=1, backward_s=1, held_bytes=1.5), "held_bytes must be a whole number"),
         (lambda: Option("x", forward_s=1, backward_s=1, held_bytes=-1), "at least 0; got -1"),
         (lambda: Unit("a", [], output_bytes=1), "Unit 'a' has no options"),

@@ -97,6 +97,19 @@ def test_keep_everything_exactly() -> None:
     assert result.wait_s == 0.0
 
 
+def test_a_forward_under_an_option_costs_more_once_the_unit_has_run() -> None:
+    keep_dear = Option("keep", forward_s=1.0, backward_s=10.0, held_bytes=5, again_s=0.25)
+    light = Option("recompute", forward_s=2.0, backward_s=20.0, again_s=0.5)
+    problem = Problem([Unit("a", [keep_dear, light], output_bytes=3), Unit("b", [keep_dear], output_bytes=1)])
+    swept = Forward(0)
+    assert simulate(problem, Schedule([keep(0), keep(1), b(1), b(0)])).seconds == 22.0
+    # The sweep runs as the lightest option; then the unit has run.
+    assert simulate(problem, Schedule([swept, keep(1), b(1), keep(0), b(0)])).seconds == 22.0 + 2.0 + 0.25
+    # A second sweep keeps nothing, so there is nothing to set aside.
+    twice = Schedule([swept, keep(1), b(1), swept, keep(0, 1), b(0, 1)])
+    assert simulate(problem, twice).seconds == 2.0 + 11.0 + 2.0 + 2.5 + 20.0
+
+
 def test_an_output_that_its_backward_reads_stays() -> None:
     schedule = Schedule([keep(0), keep(1), keep(2), b(2), b(1), b(0)])
     plain, pinned = simulate(chain(), schedule), simulate(chain(holds_output=True), schedule)

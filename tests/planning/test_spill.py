@@ -8,9 +8,22 @@ from hypothesis import given, settings
 from planning.selections import random_problem, seeds
 
 from recoup.errors import BudgetError
-from recoup.planning import Fetch, Link, Option, Problem, Schedule, Send, Unit, Value, Wait, simulate, trace
+from recoup.planning import (
+    Backward,
+    Fetch,
+    Link,
+    Option,
+    Problem,
+    Schedule,
+    Send,
+    Unit,
+    Value,
+    Wait,
+    simulate,
+    trace,
+)
 from recoup.planning.plan import plan
-from recoup.planning.solvers.select_levels import Levels, backward_actions, forward_action
+from recoup.planning.solvers.select_levels import Levels, Run, backward_actions, forward_action
 from recoup.planning.solvers.spill import SPILL_SCHEDULES, PreparedSpill, SpillSolver, solve_spill
 from recoup.planning.solvers.spill_choices import SpillChoices
 from recoup.planning.solvers.spill_transfers import place_moves
@@ -224,6 +237,28 @@ def test_a_move_placed_without_a_budget_never_waits_for_room() -> None:
     assert schedule is not None
     assert not any(isinstance(action, Wait) for action in schedule)
     assert moved.moves[0].value is Value.HELD
+
+
+def test_what_a_second_run_costs_hides_a_move_too() -> None:
+    moved = Option("keep", forward_s=1, backward_s=1, held_bytes=60, held_links=("host",))
+    replayed = Option("keep", forward_s=1, backward_s=1, held_bytes=10, again_s=5)
+    units = [Unit(name, [option], output_bytes=1) for name, option in (("a", moved), ("b", replayed))]
+    last = Unit("c", [Option("keep", forward_s=1, backward_s=1)], output_bytes=1)
+    link = Link("host", send_bytes_per_s=60.0, fetch_bytes_per_s=10.0)
+    problem = Problem([*units, last], links=[link])
+    choices = SpillChoices(problem).choices
+    chosen = [
+        next(choice for choice in choices[0] if choice.moves),
+        next(choice for choice in choices[1] if choice.run is Run.REPLAYED),
+        choices[2][0],
+    ]
+    schedule = place_moves(problem, chosen, budget_bytes=None)
+    assert schedule is not None
+    actions = list(schedule)
+    # The move takes 6 seconds; b's replay and backward take 1, 5 and 1.
+    fetch = next(index for index, action in enumerate(actions) if isinstance(action, Fetch))
+    assert actions[fetch - 1] == Backward(2, option=0)
+    assert simulate(problem, schedule).wait_s == 0.0
 
 
 def test_the_same_input_gives_the_same_plan() -> None:

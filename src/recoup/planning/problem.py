@@ -23,33 +23,13 @@ NOTE [ The memory model ]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recoup.errors import ProblemError
+from recoup.planning.checks import check_bytes, check_name, check_seconds
 
 __all__ = ["Link", "Option", "Problem", "Unit"]
-
-
-def _check_bytes(owner: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise ProblemError(f"{owner}: {name} must be a whole number of bytes, at least 0; got {size!r}.")
-
-
-def _check_seconds(owner: str, **times: float) -> None:
-    for name, time_s in times.items():
-        valid = isinstance(time_s, (int, float)) and not isinstance(time_s, bool)
-        if not valid or not math.isfinite(time_s) or time_s < 0:
-            raise ProblemError(
-                f"{owner}: {name} must be a finite number of seconds, at least 0; got {time_s!r}."
-            )
-
-
-def _check_name(what: str, name: str) -> None:
-    if not isinstance(name, str) or not name:
-        raise ProblemError(f"{what} needs a name that is text and not empty; got {name!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +52,15 @@ class Link:
     capacity_bytes: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_name("A link", self.name)
+        check_name("A link", self.name)
         owner = f"Link {self.name!r}"
-        _check_seconds(
-            owner, send_bytes_per_s=self.send_bytes_per_s, fetch_bytes_per_s=self.fetch_bytes_per_s
-        )
+        check_seconds(owner, send_bytes_per_s=self.send_bytes_per_s, fetch_bytes_per_s=self.fetch_bytes_per_s)
         if not (self.send_bytes_per_s > 0 and self.fetch_bytes_per_s > 0):
             raise ProblemError(
                 f"{owner}: both bandwidths must be above 0 bytes/s. Leave out a link that cannot move."
             )
         if self.capacity_bytes is not None:
-            _check_bytes(owner, capacity_bytes=self.capacity_bytes)
+            check_bytes(owner, capacity_bytes=self.capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +76,8 @@ class Option:
         forward_s: seconds of the forward.
         backward_s: seconds of the backward, without the replay.
         extra_s: further seconds at the start of the backward (replay, decompression).
+        again_s: further seconds of the forward if the unit has run before: it is then part of a replay, which has to
+            set aside what autograd saves.
         held_bytes: on the device from forward to backward, beyond the unit's input and output.
         holds_output: whether the backward reads the unit's own output, which then stays until it has run.
         freed_input_bytes: of the unit's input, bytes that nobody needs once this option's forward has run.
@@ -115,6 +95,7 @@ class Option:
     forward_s: float = field(kw_only=True)
     backward_s: float = field(kw_only=True)
     extra_s: float = field(default=0.0, kw_only=True)
+    again_s: float = field(default=0.0, kw_only=True)
     held_bytes: int = field(default=0, kw_only=True)
     holds_output: bool = field(default=False, kw_only=True)
     freed_input_bytes: int = field(default=0, kw_only=True)
@@ -124,10 +105,16 @@ class Option:
     held_links: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_name("An option", self.name)
+        check_name("An option", self.name)
         owner = f"Option {self.name!r}"
-        _check_seconds(owner, forward_s=self.forward_s, backward_s=self.backward_s, extra_s=self.extra_s)
-        _check_bytes(
+        check_seconds(
+            owner,
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            extra_s=self.extra_s,
+            again_s=self.again_s,
+        )
+        check_bytes(
             owner,
             held_bytes=self.held_bytes,
             freed_input_bytes=self.freed_input_bytes,
@@ -209,9 +196,9 @@ class Unit:
         self._validate()
 
     def _validate(self) -> None:
-        _check_name("A unit", self.name)
+        check_name("A unit", self.name)
         owner = f"Unit {self.name!r}"
-        _check_bytes(
+        check_bytes(
             owner,
             output_bytes=self.output_bytes,
             gradient_bytes=self.gradient_bytes,
@@ -356,7 +343,7 @@ class Problem:
 
 
 def _validate_problem(problem: Problem) -> None:
-    _check_bytes(
+    check_bytes(
         "Problem",
         resident_bytes=problem.resident_bytes,
         input_bytes=problem.input_bytes,

@@ -133,7 +133,10 @@ class _Machine:
         option = self.lightest[index] if action.option is None else self.option(index, action.option)
         self.read_inputs(index)
         needed_bytes = unit.output_bytes + option.held_bytes + option.forward_transient_bytes
-        self.ledger.compute(option.forward_s, extra_bytes=needed_bytes, unit=index, phase="forward")
+        forward_s = option.forward_s
+        if action.option is not None and self.num_forwards[index]:
+            forward_s += option.again_s
+        self.ledger.compute(forward_s, extra_bytes=needed_bytes, unit=index, phase="forward")
         self.num_forwards[index] += 1
         if index not in self.outputs:
             self.place(index, Value.OUTPUT)

@@ -86,11 +86,15 @@ class Decisions(Sequence[Decision]):
     def _seconds(self) -> list[float]:
         """What each position takes in all, over all its forwards and its backward."""
         seconds = [0.0] * len(self.problem.units)
+        has_run: set[int] = set()
         for action in self.actions:
             unit = self.problem.units[action.unit]
             if isinstance(action, Forward):
                 option = unit.lightest if action.option is None else unit.options[action.option]
                 seconds[action.unit] += option.forward_s
+                if action.option is not None and action.unit in has_run:
+                    seconds[action.unit] += option.again_s
+                has_run.add(action.unit)
             elif isinstance(action, Backward):
                 option = unit.options[action.option]
                 seconds[action.unit] += option.extra_s + option.backward_s
@@ -128,7 +132,7 @@ class Decisions(Sequence[Decision]):
             for index, option in enumerate(planned.options)
         ]
         if not planned.runs_once and len(profiled.recipes) > 1:
-            found.append(Way(REPLAY, plain.held_bytes, planned.lightest.forward_s))
+            found.append(Way(REPLAY, plain.held_bytes, planned.lightest.forward_s + plain.again_s))
         return [way for way in found if way.freed_bytes > 0]
 
     @cached_property

@@ -63,6 +63,16 @@ def test_greedy_frees_the_cheapest_bytes_first() -> None:
     assert [result.seconds for result in results] == [18.0, 19.0, 21.0, 24.0, 28.0]
 
 
+def test_greedy_counts_what_a_second_run_costs() -> None:
+    def unit(name: str, again_s: float) -> Unit:
+        keep = Option("keep", forward_s=2, backward_s=3, held_bytes=50, again_s=again_s)
+        return Unit(name, [keep], output_bytes=3)
+
+    problem = Problem([unit("a", 0.5), unit("b", 0.25), unit("c", 4.0)])
+    # The first to be replayed is b, then a.
+    assert [simulate(problem, schedule).seconds for schedule in greedy(problem)[:3]] == [15.0, 17.25, 19.75]
+
+
 def skips(*once: int) -> Problem:
     def unit(index: int, *sources: int) -> Unit:
         keep = Option("keep", forward_s=1 + index, backward_s=1, held_bytes=30)

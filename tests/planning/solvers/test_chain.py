@@ -107,6 +107,28 @@ def test_a_last_unit_that_runs_once_holds_its_option() -> None:
     assert figures == [("F0 B0", 3.0), ("F0:1 B0", 6.0)]
 
 
+def test_gradients_may_take_the_place_of_the_input_that_goes() -> None:
+    def unit(name: str, *, output_bytes: int, parameter_gradient_bytes: int) -> Unit:
+        keep = Option("keep", forward_s=1, backward_s=1, held_bytes=2)
+        return Unit(
+            name,
+            [keep],
+            output_bytes=output_bytes,
+            gradient_bytes=1,
+            parameter_gradient_bytes=parameter_gradient_bytes,
+        )
+
+    problem = Problem(
+        [
+            unit("a", output_bytes=9, parameter_gradient_bytes=0),
+            unit("b", output_bytes=1, parameter_gradient_bytes=10),
+        ]
+    )
+    # 2 and 9 bytes for a; 2 and 1, then 1, for b. After its backward 9 and 2 make room for 10; a's gradient is there.
+    assert PreparedChain(problem, num_levels=100).smallest_bytes == 15
+    check_against_brute_force(problem)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(problem=small_problems(max_units=4, max_options=2))
 def test_the_unrestricted_optimum_is_never_above(problem: Problem) -> None:

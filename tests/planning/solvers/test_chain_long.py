@@ -17,9 +17,10 @@ from recoup.planning.solvers.chain_runs import Run, RunTable, find_run, read_run
 from recoup.planning.solvers.chain_table import ChainTable, Rounding
 
 
+@pytest.mark.parametrize("again_s", [0.0, 1.25])
 @pytest.mark.parametrize("parameter_gradient_bytes", [0, 1, 3])
-def test_parts_that_share_rows_equal_parts_that_do_not(parameter_gradient_bytes: int) -> None:
-    problem = equal_problem(14, parameter_gradient_bytes=parameter_gradient_bytes)
+def test_parts_that_share_rows_equal_parts_that_do_not(parameter_gradient_bytes: int, again_s: float) -> None:
+    problem = equal_problem(14, parameter_gradient_bytes=parameter_gradient_bytes, again_s=again_s)
     run = find_run(problem)
     assert run == Run(1, 13)
     check_shared_rows(problem, run)
@@ -46,9 +47,9 @@ def check_shared_rows(problem: Problem, run: Run) -> None:
 @pytest.mark.parametrize("once", [(), (0, 39), (0, 1, 5, 38, 39)], ids=str)
 @pytest.mark.parametrize("rounding", list(Rounding))
 def test_schedules_of_shared_rows_take_the_rows_seconds(rounding: Rounding, once: Collection[int]) -> None:
-    problem = equal_problem(40, scale=1009, parameter_gradient_bytes=1, once=once)
+    problem = equal_problem(40, scale=1009, parameter_gradient_bytes=1, once=once, again_s=1.25)
     costs = ChainCosts(problem)
-    top = sum(option.kept_bytes for option in costs.fastest)
+    top = sum(option.kept_bytes for option in costs.first_options.fastest)
     table = RunTable(costs, find_run(problem), level_bytes=top // 150, num_levels=150, rounding=rounding)
     levels = [level for level in range(151) if table.whole_row[level] < float("inf")]
     for level in levels[::7]:
@@ -78,7 +79,9 @@ def test_units_that_run_once_are_groups_apart() -> None:
 @pytest.mark.parametrize("once", [(), (0, 59), (0, 20, 21, 40, 59), range(0, 60, 2)], ids=str)
 def test_groups_need_no_more_than_they_say(once: Collection[int]) -> None:
     for seed in range(2 if once else 4):
-        problem = random_problem(seed, num_units=60, num_options=3, scale=1009, jitter=400, once=once)
+        problem = random_problem(
+            seed, num_units=60, num_options=3, scale=1009, jitter=400, once=once, again=seed % 2 == 1
+        )
         grouping = group_chain(problem, num_groups=13)
         prepared = PreparedChain(grouping.problem, num_levels=300)
         high = prepared.fixed_bytes + prepared.floors.full_bytes
@@ -93,7 +96,7 @@ def test_groups_need_no_more_than_they_say(once: Collection[int]) -> None:
 
 @pytest.mark.parametrize("once", [(), (0, 249), (0, 1, 247, 248, 249)], ids=str)
 def test_long_equal_chains_are_monotone_and_bounded(once: Collection[int]) -> None:
-    problem = equal_problem(250, scale=1009, parameter_gradient_bytes=1, once=once)
+    problem = equal_problem(250, scale=1009, parameter_gradient_bytes=1, once=once, again_s=1.25)
     prepared = PreparedLongChain(problem, time_limit_s=1.0)
     low, high = prepared.smallest_bytes, prepared.suggested_budgets()[-1]
     previous = float("inf")

@@ -1,9 +1,9 @@
 """``chain``: the best persistent schedule of a chain of unequal units, with options.
 
 A schedule is *persistent* if a value that is kept beyond the forward that reads it stays until the backward
-that reads it has run, and nothing that leads to it is run again before that. With C(s, t, m) the least
-seconds to run units s … t forward and backward in m bytes (the input of s resident and outside m, the
-gradient of output t inside m):
+that reads it has run, and nothing that leads to it is run again before that, nor a unit that holds its
+results (which could pay only to avoid ``again_s``). With C(s, t, m) the least seconds to run units s … t
+forward and backward in m bytes (the input of s resident and outside m, the gradient of output t inside m):
 
     C(s, s, m) = min over options        forward + backward               if both fit in m
     C(s, t, m) = min over options of s   forward + C(s + 1, t, m - kept) + backward
@@ -16,7 +16,8 @@ gradients appear as the backward proceeds; the last output's gradient appears on
 option that needs only its input runs without a forward of its own; feasibility is exact in bytes at any level
 size (``chain_floors``); a table rounded down proves a bound, and one rounded to the nearest finds better
 schedules than the one rounded up, each checked by simulation (NOTE [ Levels ] in ``chain_table``); units that
-run once are never swept over (NOTE [ Units that run once ] in ``chain_floors``). Long
+run once are never swept over (NOTE [ Units that run once ] in ``chain_floors``); an option may cost more where
+its unit has run before (NOTE [ First and further runs ] in ``chain_costs``). Long
 chains are planned in groups (``chain_groups``) and, where most units are equal, by parts that share rows
 (``chain_runs``).
 """

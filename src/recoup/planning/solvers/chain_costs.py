@@ -15,9 +15,10 @@ import numpy.typing as npt
 from recoup.planning.actions import Forward, Keep
 from recoup.planning.problem import Option, Problem
 
-__all__ = ["ChainCosts", "Ints", "OptionCosts"]
+__all__ = ["ChainCosts", "Floats", "Ints", "OptionCosts", "Options"]
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,44 @@ class OptionCosts:
         return self.backward_s if self.is_direct else self.total_s
 
 
+class Options:
+    """The options of all units, as parts of the chain see them that end in the same way.
+
+    Attributes:
+        of: ``of[k]`` are those of unit k.
+        fastest: of each unit, the option with the least seconds in all.
+        closing: of each unit, the fastest option where it ends a part (a direct one needs no forward there).
+        fastest_s: of each unit, the seconds of its fastest option.
+    """
+
+    def __init__(self, of: list[list[OptionCosts]]) -> None:
+        self.of = of
+        self.fastest = [min(options, key=lambda o: (o.total_s, o.kept_bytes)) for options in of]
+        self.closing = [min(options, key=lambda o: (o.closing_s, o.backward_bytes)) for options in of]
+        self.fastest_s = np.array([option.total_s for option in self.fastest], dtype=np.float64)
+
+    def full_s(self, first: int, last: int) -> float:
+        """Seconds of a part that keeps everything under its fastest options."""
+        # One after the other, not as a difference of sums: equal schedules have equal seconds to the last bit.
+        sums = np.cumsum(self.fastest_s[first:last])
+        return (float(sums[-1]) if last > first else 0.0) + self.closing[last].closing_s
+
+    def is_fastest_least(self, plain_s: Floats) -> bool:
+        """Whether keeping everything under the fastest options is the least any schedule can take."""
+        return all(
+            fastest.total_s <= unit_s + option.backward_s
+            for fastest, unit_s, options in zip(self.fastest, plain_s, self.of, strict=True)
+            for option in options
+            if option.is_direct
+        )
+
+
 class ChainCosts:
     """A chain in numbers.
+
+    NOTE [ First and further runs ]
+        A part that ends before the chain does is run after a sweep over all its units; one that reaches the end of
+        the chain runs all of them for the first time. So where a part ends says whether ``again_s`` counts.
 
     Attributes:
         output_bytes: of each unit [a].
@@ -73,9 +110,7 @@ class ChainCosts:
         start_s: ``start_s[k]`` is the sum of ``plain_s`` before unit k.
         first_bytes: what a forward that keeps nothing needs beyond its input and ``before_bytes``.
         sweep_bytes: the same with its input, for units after the first of a sweep.
-        options: of each unit.
-        fastest: of each unit, the option with the least seconds in all.
-        closing: of each unit, the fastest option where it ends a part (a direct one needs no forward there).
+        fastest_is_least: whether keeping everything under the fastest options is the least any schedule can take.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -98,27 +133,39 @@ class ChainCosts:
         self.next_once = [self.num_units] * (self.num_units + 1)
         for index in reversed(range(self.num_units)):
             self.next_once[index] = index if units[index].runs_once else self.next_once[index + 1]
-        self.options = [self._options(problem, index) for index in range(self.num_units)]
-        self.fastest = [min(options, key=lambda o: (o.total_s, o.kept_bytes)) for options in self.options]
-        self.closing = [self._closing(options) for options in self.options]
-        #: Whether keeping everything under the fastest options is the least any schedule can take.
-        self.fastest_is_least = all(
-            fastest.total_s <= plain_s + option.backward_s
-            for fastest, plain_s, options in zip(self.fastest, self.plain_s, self.options, strict=True)
-            for option in options
-            if option.is_direct
+        first = [self._options(problem, index) for index in range(self.num_units)]
+        self.first_options = Options(first)
+        self.further_options = Options(
+            [
+                [
+                    replace(costs, forward_s=costs.forward_s + unit.options[costs.index].again_s)
+                    for costs in options
+                ]
+                for unit, options in zip(units, first, strict=True)
+            ]
         )
+        self.fastest_is_least = self.first_options.is_fastest_least(
+            self.plain_s
+        ) and self.further_options.is_fastest_least(self.plain_s)
+
+    def options(self, last: int) -> Options:
+        """The options of a part that ends with a unit: see NOTE [ First and further runs ]."""
+        return self.first_options if last == self.num_units - 1 else self.further_options
 
     def _options(self, problem: Problem, index: int) -> list[OptionCosts]:
         unit = problem.units[index]
         source_bytes = problem.units[index - 1].gradient_bytes if index else problem.input_gradient_bytes
         after_bytes = int(self.after_bytes[index])
+        # The input goes with the backward, unless the unit before may hold it as its output.
+        before = problem.units[index - 1] if index else None
+        is_freed = before is not None and not any(option.holds_output for option in before.options)
+        freed_bytes = before.output_bytes if before is not None and is_freed else 0
 
         def costs(position: int, option: Option) -> OptionCosts:
             kept_bytes = unit.output_bytes + option.held_bytes
             read_bytes = unit.gradient_bytes + option.held_bytes + option.holds_output * unit.output_bytes
             run_bytes = max(option.replay_transient_bytes, source_bytes + option.backward_transient_bytes)
-            left_bytes = source_bytes + unit.lasting_bytes
+            left_bytes = source_bytes + unit.lasting_bytes - freed_bytes
             return OptionCosts(
                 index=position,
                 forward_s=option.forward_s,
@@ -140,13 +187,6 @@ class ChainCosts:
             ]
         return found
 
-    @staticmethod
-    def _closing(options: list[OptionCosts]) -> OptionCosts:
-        def key(option: OptionCosts) -> tuple[float, int]:
-            return (option.closing_s, option.backward_bytes)
-
-        return min(options, key=key)
-
     def is_never(self, first: int, last: int) -> bool:
         """Whether a part can never be run: see NOTE [ Units that run once ] in ``chain_floors``."""
         return last < self.num_units - 1 and self.next_once[first] <= last
@@ -160,7 +200,7 @@ class ChainCosts:
     def common_divisor(self) -> int:
         """The largest number of bytes that divides every size the recurrences read."""
         sizes = [*self.output_bytes, *self.before_bytes, *self.first_bytes, *self.sweep_bytes]
-        for options in self.options:
+        for options in self.first_options.of:
             for option in options:
                 sizes += [option.kept_bytes, option.forward_bytes, option.backward_bytes]
         return math.gcd(*map(int, sizes))

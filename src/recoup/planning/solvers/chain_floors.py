@@ -51,8 +51,10 @@ class ChainFloors:
         """
         if self.costs.fastest_is_least:
             return int(self.full[0][-1])
-        options = [option for options in self.costs.options for option in options]
-        kept_bytes = sum(max(option.kept_bytes for option in options) for options in self.costs.options)
+        options = [option for options in self.costs.first_options.of for option in options]
+        kept_bytes = sum(
+            max(option.kept_bytes for option in options) for options in self.costs.first_options.of
+        )
         swept_bytes = int(self.costs.sweep_bytes.max() + self.costs.before_bytes.max())
         return kept_bytes + swept_bytes + max(o.forward_bytes + o.backward_bytes for o in options)
 
@@ -65,7 +67,7 @@ class ChainFloors:
             if costs.is_never(first, last):
                 least[last - first] = full[last - first] = self.right[last][first] = NEVER
                 continue
-            floor = min(self._option_floor(option, first, last) for option in costs.options[first])
+            floor = min(self._option_floor(option, first, last) for option in costs.options(last).of[first])
             num_cuts = last - first
             if num_cuts:
                 swept = needs[:num_cuts] + costs.before_bytes[last]
@@ -88,8 +90,8 @@ class ChainFloors:
 
     def _full(self, first: int, last: int) -> int:
         if first == last:
-            return self._option_floor(self.costs.closing[first], first, last)
-        option = self.costs.fastest[first]
+            return self._option_floor(self.costs.options(last).closing[first], first, last)
+        option = self.costs.options(last).fastest[first]
         own = max(option.forward_bytes + int(self.costs.before_bytes[last]), option.backward_bytes)
         rest = int(self.full[first + 1][last - first - 1])
         return max(own, option.kept_bytes + rest)

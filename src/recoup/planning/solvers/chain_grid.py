@@ -34,7 +34,7 @@ class Grid:
     def fitting_bytes(self, costs: ChainCosts, rounding: Rounding) -> int:
         """A level size near that (two thirds to six fifths) that divides the chain's common sizes best."""
         sizes = Counter(int(size) for size in costs.output_bytes)
-        sizes.update(option.kept_bytes for options in costs.options for option in options)
+        sizes.update(option.kept_bytes for options in costs.first_options.of for option in options)
         sizes.pop(0, None)
         usual = self.level_bytes
         choices = {usual}

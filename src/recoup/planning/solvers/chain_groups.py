@@ -179,9 +179,15 @@ def _mix_option(part: Problem, name: str, choices: tuple[int, ...]) -> Option:
         (unit.lightest if choice == REPLAY else unit.options[choice]).forward_s
         for unit, choice in zip(part.units, choices, strict=True)
     )
+    again_s = sum(
+        unit.options[choice].again_s
+        for unit, choice in zip(part.units, choices, strict=True)
+        if choice != REPLAY
+    )
     return Option(
         name,
         forward_s=forward_s,
+        again_s=again_s,
         backward_s=max(0.0, result.seconds - forward_s),
         held_bytes=held_bytes,
         holds_output=holds_output,
@@ -202,7 +208,8 @@ def _replay_option(part: Problem) -> Option:
     # After the sweep the gradient of the group's output is there, as it will be when the group is replayed.
     later = [m for m in result.timeline if m.action >= num_units]
     forward_s = sum(unit.lightest.forward_s for unit in part.units)
-    replay_s = sum(unit.options[option].forward_s for unit, option in zip(part.units, fastest, strict=True))
+    kept = [unit.options[option] for unit, option in zip(part.units, fastest, strict=True)]
+    replay_s = sum(option.forward_s + option.again_s for option in kept)
     needed = max(m.num_bytes for m in later) - last.gradient_bytes
     return Option(
         "replay",

@@ -62,8 +62,9 @@ class PreparedChain(Prepared):
         if num_bytes < self.floors.least_bytes:
             return None
         if num_bytes >= self.floors.full_bytes and self.costs.fastest_is_least:
-            seconds = sum(option.total_s for option in self.costs.fastest)
-            schedule = Schedule(keep_everything(self.costs, 0, self.costs.num_units - 1))
+            last = self.costs.num_units - 1
+            seconds = self.costs.options(last).full_s(0, last)
+            schedule = Schedule(keep_everything(self.costs, 0, last))
         elif self.is_exact:
             table = self.table(self.whole, Rounding.UP)
             seconds, schedule = table.whole_value(num_bytes), read_schedule(table, num_bytes)

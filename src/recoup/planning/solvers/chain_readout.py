@@ -8,7 +8,7 @@ import numpy as np
 
 from recoup.planning.actions import Action, Backward, Forward, Keep
 from recoup.planning.schedule import Schedule
-from recoup.planning.solvers.chain_costs import ChainCosts
+from recoup.planning.solvers.chain_costs import ChainCosts, OptionCosts
 from recoup.planning.solvers.chain_table import ChainTable
 
 __all__ = ["keep_everything", "read_schedule", "sweep"]
@@ -45,7 +45,8 @@ def sweep(first: int, cut: int) -> list[Action]:
 
 def keep_everything(costs: ChainCosts, first: int, last: int) -> list[Action]:
     """Forwards and backwards of a part, all under the units' fastest options."""
-    chosen = [*costs.fastest[first:last], costs.closing[last]]
+    options = costs.options(last)
+    chosen = [*options.fastest[first:last], options.closing[last]]
     actions: list[Action] = []
     for unit, option in enumerate(chosen, start=first):
         if not (unit == last and option.is_direct):
@@ -93,7 +94,7 @@ def _expand(table: ChainTable, part: _Part) -> list[_Part | Action]:
         else:
             right, left = level - int(table.input_levels[cut]), level
         return [*sweep(first, cut), _Part(cut, last, right), _Part(first, cut - 1, left)]
-    option = table.costs.options[first][decision.option]
+    option = table.costs.options(last).of[first][decision.option]
     backward = Backward(first, option=option.index)
     if first == last and option.is_direct:
         return [backward]
@@ -120,7 +121,7 @@ def _decide_edge(table: ChainTable, part: _Part) -> _Decision:
 
 def _decide_level(table: ChainTable, part: _Part) -> _Decision:
     first, last, level = part
-    options = [_option_at_level(table, part, index) for index in range(len(table.costs.options[first]))]
+    options = [_option_at_level(table, part, option) for option in table.costs.options(last).of[first]]
     best = _Decision(min(options), options.index(min(options)), 0)
     if first < last:
         num_cuts = last - first
@@ -133,9 +134,8 @@ def _decide_level(table: ChainTable, part: _Part) -> _Decision:
     return best
 
 
-def _option_at_level(table: ChainTable, part: _Part, index: int) -> float:
+def _option_at_level(table: ChainTable, part: _Part, option: OptionCosts) -> float:
     first, last, level = part
-    option = table.costs.options[first][index]
     needed = max(option.forward_bytes + int(table.costs.before_bytes[last]), option.backward_bytes)
     if first == last:
         needed = option.backward_bytes if option.is_direct else needed

@@ -56,7 +56,8 @@ class Run(NamedTuple):
 def find_run(problem: Problem) -> Run:
     """The longest run of units that are equal in all that the recurrences read, the last unit excluded.
 
-    The sizes of a unit's input belong to it. The last unit is special because its gradient comes late.
+    The sizes of a unit's input belong to it, and whether the unit before may hold it. The last unit is special
+    because its gradient comes late.
 
     >>> from recoup.planning.problem import Unit
     >>> units = [
@@ -67,12 +68,12 @@ def find_run(problem: Problem) -> Run:
     Run(first=1, stop=5)
     """
     numbers: list[object] = []
-    source: tuple[int, int] | None = None
+    source: tuple[object, ...] | None = None
     for unit in problem.units:
         sizes = (unit.output_bytes, unit.gradient_bytes)
         flags = (unit.skips, unit.runs_once)
         numbers.append((unit.options, *sizes, unit.lasting_bytes, *flags, source))
-        source = sizes
+        source = (*sizes, any(option.holds_output for option in unit.options))
     best, first = Run(0, 1), 0
     for index in range(1, len(numbers) - 1):
         if numbers[index] != numbers[index - 1]:
@@ -113,7 +114,6 @@ class RunTable:
         self._left = {start: np.full((count, self._pad + width), np.inf) for start in range(run.first + 1)}
         self._right = {end: np.full((count, width), np.inf) for end in (run.first, *ends)}
         self._buffer = np.empty((min(count, _CHUNK), width))
-        self._fastest_s = np.cumsum([0.0, *(option.total_s for option in costs.fastest)])
         self._fill_all()
 
     @property
@@ -165,8 +165,9 @@ class RunTable:
             return
         self.full[first, last] = self._full(first, last)
         high = self.saturation(first, last)
-        row[high:] = self._fastest_s[last] - self._fastest_s[first] + self.costs.closing[last].closing_s
-        for option in self.costs.options[first]:
+        options = self.costs.options(last)
+        row[high:] = options.full_s(first, last)
+        for option in options.of[first]:
             self._fill_option(first, last, option, row[:high])
         for block in self.blocks(first, last, 0, high):
             self._fill_block(first, last, block, row[:high])
@@ -182,8 +183,8 @@ class RunTable:
 
     def _full(self, first: int, last: int) -> int:
         if first == last:
-            return self.needed_bytes(first, last, self.costs.closing[first])
-        option = self.costs.fastest[first]
+            return self.needed_bytes(first, last, self.costs.options(last).closing[first])
+        option = self.costs.options(last).fastest[first]
         rest = option.kept_bytes + self.full[self.key(first + 1, last)]
         return max(self.needed_bytes(first, last, option), rest)
 
@@ -334,7 +335,7 @@ def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
     """One decision: the actions and smaller parts that a part consists of."""
     first, last, level = part
     best_s, choice, cut = float("inf"), 0, 0
-    for index, option in enumerate(table.costs.options[first]):
+    for index, option in enumerate(table.costs.options(last).of[first]):
         if table.level(table.needed_bytes(first, last, option)) > level:
             continue
         seconds = option.closing_s
@@ -358,7 +359,7 @@ def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
             right,
             _Part(first, cut - 1, table.left_level(part.level, first, cut, last)),
         ]
-    option = table.costs.options[first][choice]
+    option = table.costs.options(last).of[first][choice]
     backward = Backward(first, option=option.index)
     if first == last and option.is_direct:
         return [backward]

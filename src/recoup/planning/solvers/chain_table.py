@@ -19,14 +19,11 @@ from __future__ import annotations
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
-from recoup.planning.solvers.chain_costs import ChainCosts, Ints
+from recoup.planning.solvers.chain_costs import ChainCosts, Floats, Ints
 from recoup.planning.solvers.chain_floors import ChainFloors
 
 __all__ = ["ChainTable", "Floats", "Rounding"]
-
-Floats = npt.NDArray[np.float64]
 
 
 class Rounding(Enum):
@@ -101,7 +98,6 @@ class ChainTable:
         rows = self.rows[first] = np.full((num_parts, self.num_levels + 1), np.inf)
         edges = self.edges[first] = np.full(num_parts, np.inf)
         swept = costs.sweep_needs(first)
-        fastest_s = np.cumsum([0.0, *(option.total_s for option in costs.fastest[first:-1])])
         for num_cuts, row in enumerate(rows):
             last = first + num_cuts
             if costs.is_never(first, last):
@@ -109,7 +105,7 @@ class ChainTable:
                 continue
             low = self.level(int(self.floors.least[first][num_cuts]))
             high = self.saturation(first, last)
-            row[high:] = fastest_s[num_cuts] + costs.closing[last].closing_s
+            row[high:] = costs.options(last).full_s(first, last)
             if low < high:
                 self._fill_options(first, last, row, low, high)
                 if num_cuts:
@@ -130,7 +126,7 @@ class ChainTable:
     def _fill_options(self, first: int, last: int, row: Floats, low: int, high: int) -> None:
         """Unit ``first`` keeps everything under one of its options."""
         before = int(self.costs.before_bytes[last])
-        for option in self.costs.options[first]:
+        for option in self.costs.options(last).of[first]:
             needed = max(option.forward_bytes + before, option.backward_bytes)
             if first == last:
                 row_from = max(self.level(option.backward_bytes if option.is_direct else needed), low)
@@ -179,7 +175,7 @@ class ChainTable:
         """Seconds of a part for each option of its first unit, with exactly ``num_bytes``."""
         before = int(self.costs.before_bytes[last])
         seconds = []
-        for option in self.costs.options[first]:
+        for option in self.costs.options(last).of[first]:
             needed = max(option.forward_bytes + before, option.backward_bytes)
             if first == last and option.is_direct:
                 needed = option.backward_bytes

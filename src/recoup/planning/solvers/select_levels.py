@@ -238,7 +238,8 @@ def all_choices(problem: Problem) -> list[list[Choice]]:
                 backward_bytes + unit.output_bytes + option.held_bytes + option.forward_transient_bytes
             )
             plain_s, own_s = unit.lightest.forward_s, (option.forward_s, option.extra_s, option.backward_s)
-            held_bytes, kept_s, again_s = option.held_bytes, math.fsum(own_s), math.fsum((plain_s, *own_s))
+            held_bytes, kept_s = option.held_bytes, math.fsum(own_s)
+            replayed_s = math.fsum((plain_s, option.again_s, *own_s))
             choices.append(Choice(position, Run.KEPT, held_bytes, kept_need, back_need, kept_s))
             if unit.runs_once:
                 continue
@@ -246,7 +247,7 @@ def all_choices(problem: Problem) -> list[list[Choice]]:
                 direct_s = math.fsum((plain_s, *own_s[1:]))
                 choices.append(Choice(position, Run.PLAIN, 0, plain_need, back_need, direct_s))
             both_need = max(again_need, back_need)
-            replayed.append(Choice(position, Run.REPLAYED, 0, plain_need, both_need, again_s))
+            replayed.append(Choice(position, Run.REPLAYED, 0, plain_need, both_need, replayed_s))
         # Of equal choices the first stays: an option of its own goes before a replay of another.
         found.append(choices + replayed)
     return found

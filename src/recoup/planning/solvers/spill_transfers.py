@@ -182,5 +182,5 @@ class _Builder:
     def _backward_s(self, unit: int) -> float:
         choice = self.chosen[unit]
         option = self.problem.units[unit].options[choice.option]
-        again_s = option.forward_s if choice.run is Run.REPLAYED else 0.0
-        return again_s + option.extra_s + option.backward_s
+        replay_s = option.forward_s + option.again_s if choice.run is Run.REPLAYED else 0.0
+        return replay_s + option.extra_s + option.backward_s
