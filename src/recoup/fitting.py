@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recoup.auditing import Audit, audit_step
 from recoup.engines import ModelPlan, apply, plan, remove
 from recoup.engines.verify import Verification, verify_step
-from recoup.errors import BudgetError, OverBudgetError
+from recoup.errors import BudgetError, OverBudgetError, UnitError
 from recoup.measuring.budgets import read_budget
 from recoup.measuring.calls import watch_calls
 from recoup.measuring.intercept import install, installed
@@ -21,7 +21,7 @@ from recoup.measuring.measure import measure_step
 from recoup.measuring.profile import Profile
 from recoup.measuring.slices import find_module
 from recoup.measuring.steps import TrainingStep
-from recoup.measuring.units import Units, parts_of, without_nested
+from recoup.measuring.units import Units, parts_of, split_units
 from recoup.planning import Problem
 from recoup.progress import note
 from recoup.report.table import to_text
@@ -179,7 +179,12 @@ class _Fitting:
         wanted = units
         smallest: BudgetError | None = None
         for _ in range(_MOST_SPLITS):
-            profile = self._measure(wanted)
+            try:
+                profile = self._measure(wanted)
+            except UnitError:
+                if smallest is None:
+                    raise
+                break  # what the unit calls cannot be units
             note("planning", 0, 1)
             try:
                 return plan(profile, budget_bytes)
@@ -219,12 +224,10 @@ class _Fitting:
         root = watch_calls(self.step)
         names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
         alike = {unit.module for unit in profile.units if unit.kind == found[0].kind}
-        split: list[nn.Module] = []
-        for module in names:
-            unit = find_module(self.step.model, module)
-            split += (parts_of(root, unit) if module in alike else []) or [unit]
-        # An activation that units share may lie in one that stays as it is.
-        split = without_nested(list(dict.fromkeys(split)))
+        units = {module: find_module(self.step.model, module) for module in names}
+        # One that calls nothing stays as it is.
+        some = [unit for module, unit in units.items() if module in alike and parts_of(root, unit)]
+        split = split_units(root, list(units.values()), some)
         return split if len(split) > len(names) else None
 
     def verify(self, chosen: ModelPlan) -> tuple[ModelPlan, Verification]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import recoup
 from recoup import fitting
 from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove
-from recoup.engines.verify import Verification
+from recoup.engines.verify import _ENOUGH_S, Verification
 from recoup.errors import BudgetError, OverBudgetError, VerificationError
 from recoup.measuring import MemoryTracker, Profile
-from recoup.measuring.meter import CpuMeter
+from recoup.measuring.meter import CpuMeter, Timing
 from recoup.planning import Problem
 
 TICKS = itertools.count(1)
@@ -95,6 +95,28 @@ def test_a_real_step_is_measured() -> None:
     assert seen.seconds > 0
     assert seen.plain_seconds is not None
     assert seen.plain_seconds > 0
+
+
+@pytest.mark.parametrize(("host_s", "num_steps"), [(0.5, 2), (0.9, 4)])
+def test_a_step_that_the_host_sets_the_pace_of_is_timed_for_longer(
+    monkeypatch: pytest.MonkeyPatch, host_s: float, num_steps: int
+) -> None:
+    """Hosts vary more than devices."""
+    model, x = Around(nn.Linear(16, 16)), torch.randn(64, 16)
+    fitted = recoup.fit(model, x, budget=middle(model, x), verify=False)
+    timed: list[float] = []
+
+    def time_step(meter: CpuMeter, run: Callable[[], Any]) -> Timing:
+        run()
+        timed.append(0.08 + 0.01 * len(timed))
+        return Timing(timed[-1], host_s * timed[-1])
+
+    monkeypatch.setattr(CpuMeter, "time_step", time_step)
+    monkeypatch.setitem(_ENOUGH_S, "cpu", 0.15)
+    seen = recoup.verify(model, fitted.plan, x)
+    assert seen.seconds == timed[0]
+    # The second of these is 0.09 s: 0.17 s in all; the fourth 0.11 s: 0.38 s in all. The plain steps come after.
+    assert seen.plain_seconds == pytest.approx(timed[num_steps])
 
 
 def test_the_peak_is_that_of_the_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,14 +12,12 @@ from torch import Tensor, nn
 from recoup.measuring.intercept import intercepted
 from recoup.measuring.isolate import (
     CallBytes,
-    CallSeconds,
-    CallTiming,
     Gradients,
     forward_and_backward,
     measure_bytes,
     time_call,
 )
-from recoup.measuring.meter import CpuMeter, Timing
+from recoup.measuring.meter import CpuMeter
 from recoup.measuring.options import KEEP, RECOMPUTE, InnerForward, Recipe
 from recoup.measuring.streaming import UnitCall
 
@@ -227,11 +226,17 @@ def test_seconds_are_medians_of_whole_calls() -> None:
     assert (timing.forward.host_s, timing.backward.host_s) == (0, 0)
 
 
-def test_the_slower_of_host_and_device_counts() -> None:
-    timing = CallTiming(Timing(device_s=3.0, host_s=4.0), Timing(device_s=1.0, host_s=6.0))
-    assert timing.seconds(0.5) == CallSeconds(3.0, 3.0)
-    assert timing.seconds(1.0) == CallSeconds(4.0, 6.0)
-    assert timing.seconds(0.0) == CallSeconds(3.0, 1.0)
+def test_no_garbage_is_collected_while_bytes_are_measured() -> None:
+    """What goes meanwhile, and was there before, would count as less."""
+    is_on = []
+
+    def body(self: nn.Module, x: Tensor) -> Tensor:
+        is_on.append(gc.isenabled())
+        return (x * self.weight).tanh()
+
+    measured(Body(body), recipe=RECOMPUTE)
+    assert is_on == [False, False]
+    assert gc.isenabled()
 
 
 def test_a_recomputing_backward_runs_the_forward_again() -> None:

@@ -30,7 +30,7 @@ def bytes_of(profile: Profile) -> list[Any]:
             unit.gradient_bytes,
             unit.parameter_gradient_bytes,
             unit.runs_once,
-            replace(unit.options[0], forward_s=0, backward_s=0),
+            replace(unit.options[0], forward_s=0, backward_s=0, again_s=0),
         )
         for unit in profile.problem.units
     ]

@@ -215,7 +215,7 @@ def test_a_list_that_units_fill_is_filled_once_for_the_code_after() -> None:
     assert [unit.name for unit in profile.units] == ["layers.0", "layers.1", "layers.2", "loss"]
     model.layers[1].leaks = True
     with pytest.raises(
-        UnitError, match=r"Unit layers.1 gives a tensor to code outside by another way.*Return it"
+        UnitError, match=r"Unit .layers.1. gives a tensor to code outside by another way.*Return it"
     ):
         measure(model, torch.randn(4, 6), units="layers.*")
 

@@ -52,12 +52,13 @@ def test_noise_does_not_make_a_second_replay_faster_than_the_first() -> None:
     ]
 
 
-def test_noise_does_not_make_a_replay_slower_than_a_forward() -> None:
+def test_what_a_replay_takes_beyond_its_forward_it_takes_in_a_segment_too() -> None:
     sizes = {
         KEEP: CallBytes(300, 100, 200, (False,), 400, (True,)),
         RECOMPUTE: CallBytes(200, 100, 0, (False,), 600, (True,)),
     }
     seconds = {KEEP: CallSeconds(2.0, 4.0), RECOMPUTE: CallSeconds(2.0, 9.0)}
-    _, recompute = useful_recipes(sizes, seconds, {})
-    # Else the planner would run the unit's forward again by itself, and then its backward.
-    assert recompute.seconds == CallSeconds(2.0, 0.999 * 2.0 + 4.0)
+    keep, recompute = useful_recipes(sizes, seconds, {})
+    assert recompute.seconds == CallSeconds(2.0, 9.0)
+    # A little more than the rest: else the planner might run the forward again by itself, and then the backward.
+    assert keep.seconds == CallSeconds(2.0, 4.0, 9.0 - 4.0 - 0.999 * 2.0)

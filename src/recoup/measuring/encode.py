@@ -353,6 +353,7 @@ def _option(position: Position, option: RecipeCosts, before: Position | None) ->
     return Option(
         option.recipe.name,
         forward_s=option.seconds.forward_s,
+        again_s=option.seconds.again_s,
         backward_s=option.seconds.backward_s,
         held_bytes=held_bytes,
         holds_output=holds_output,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import backward as run_backward
 
 from recoup.measuring.anchor import gradients_from, seeded
-from recoup.measuring.meter import Meter, Timing
+from recoup.measuring.meter import Meter, Timing, without_collections
 from recoup.measuring.options import Recipe, run_recipe
 from recoup.measuring.storages import num_owners
 from recoup.measuring.streaming import UnitCall
@@ -59,10 +59,17 @@ class CallBytes:
 
 @dataclass(frozen=True, slots=True)
 class CallSeconds:
-    """Seconds of one call under one recipe; the backward includes its replay."""
+    """Seconds of one call under one recipe; the backward includes its replay.
+
+    Attributes:
+        forward_s: of the forward.
+        backward_s: of the backward.
+        again_s: further seconds if the call is a part of a larger one that is replayed: all that it saves is set aside.
+    """
 
     forward_s: float
     backward_s: float
+    again_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +78,6 @@ class CallTiming:
 
     forward: Timing
     backward: Timing
-
-    def seconds(self, host_share: float) -> CallSeconds:
-        """In a step, where the host takes this share of what it takes for the call by itself."""
-        forward_s, backward_s = (
-            max(timing.device_s, host_share * timing.host_s) for timing in (self.forward, self.backward)
-        )
-        return CallSeconds(forward_s, backward_s)
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
@@ -95,6 +95,7 @@ class Gradients(Enum):
     """An earlier backward left them, and new ones are added in place."""
 
 
+@without_collections()
 def measure_bytes(
     call: UnitCall,
     recipe: Recipe,

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from recoup.errors import CheckpointError, SampleError, UnitError
 from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import module_names, watch_calls
+from recoup.measuring.calls import ModuleCall, module_names, watch_calls
 from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
 from recoup.measuring.hardware import Hardware, check_ranks, faked, find_hardware, sharded
-from recoup.measuring.host import USUAL_HOST_SHARE, find_host_share, time_plain_step
 from recoup.measuring.intercept import intercepted, suspended
 from recoup.measuring.isolate import (
     CallBytes,
@@ -29,17 +28,18 @@ from recoup.measuring.isolate import (
 from recoup.measuring.meter import Meter, Timing, device_of, make_meter
 from recoup.measuring.optimizer import OptimizerCost, optimizer_cost
 from recoup.measuring.options import KEEP, InnerForward, Recipe
+from recoup.measuring.pace import USUAL_PACE, Pace, find_pace, time_plain_step
 from recoup.measuring.preserve import held_random_state, preserving
 from recoup.measuring.profile import Profile, ProfiledUnit
 from recoup.measuring.recipes import useful_recipes
 from recoup.measuring.slices import unit_names
 from recoup.measuring.steps import TrainingStep
-from recoup.measuring.streaming import UnitCall
+from recoup.measuring.streaming import LeakError, UnitCall
 from recoup.measuring.structure import SeenCall, Structure, look
 from recoup.measuring.timing import time_code, time_inside
 from recoup.measuring.trees import storages_of
 from recoup.measuring.undo import undone
-from recoup.measuring.units import Units, children_of, choose_units, find_units
+from recoup.measuring.units import Units, children_of, choose_units, find_units, split_units
 from recoup.progress import note
 
 __all__ = ["measure", "measure_step"]
@@ -194,10 +194,8 @@ class _Measurement:
         note("measuring", 0, _NUM_PASSES)
         root = watch_calls(self.step)
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
-        self.inside = {unit: children_of(root, unit) for unit in self.units}
         resident_bytes = self.meter.begin() if self.meter.sees_residents else 0
-        self.put_back_random_state()
-        structure = look(self.step, self.units, self.meter, self.inside)
+        structure = self._look(root, splits=wanted is None)
         if not structure.calls:
             raise UnitError(
                 "The step runs no module of the model with gradients, so there is nothing to decide about. Check"
@@ -225,11 +223,12 @@ class _Measurement:
                 pacers[kind] = index
         code_warm, timings = self._time_calls(structure, pacers, measured_bytes, effort)
         code_s = tuple(map(_faster, code_cold, code_warm))
-        host_share = self._host_share(structure, measured_bytes, timings, code_s)
+        pace = self._pace(structure, measured_bytes, timings, code_s)
         note("measuring", 5, _NUM_PASSES)
         useful = {}
         for kind, index in pacers.items():
-            seconds = {recipe: timing.seconds(host_share) for recipe, timing in timings[kind].items()}
+            timed = timings[kind]
+            seconds = {recipe: pace.seconds(timing, timed.get(KEEP)) for recipe, timing in timed.items()}
             sizes = {recipe: measured_bytes[kind][recipe] for recipe in seconds}
             useful[kind] = useful_recipes(sizes, seconds, inside_s.get(index, {}))
         options = [
@@ -251,6 +250,25 @@ class _Measurement:
         return self._profile(costs, unsafe)
 
     # Passes
+
+    def _look(self, root: ModuleCall, *, splits: bool) -> Structure:
+        """The first pass with a graph. Units that give tensors away, and all of their class, are split into parts.
+
+        Args:
+            root: what the step calls.
+            splits: whether that is allowed.
+        """
+        while True:
+            self.inside = {unit: children_of(root, unit) for unit in self.units}
+            self.put_back_random_state()
+            try:
+                return look(self.step, self.units, self.meter, self.inside)
+            except LeakError as error:
+                alike = [unit for unit in self.units if type(unit) is type(error.module)]
+                split = split_units(root, self.units, alike)
+                if not splits or not split:
+                    raise
+                self.units = split
 
     def _unsafe(self, calls: Sequence[SeenCall], examine: Examine) -> dict[str, str]:
         """Examines one of all calls that do the same; what holds for it holds for the others."""
@@ -358,16 +376,16 @@ class _Measurement:
             raise _unsteady(f"{self.called[num_calls]!r} was not called again")
         return seconds
 
-    def _host_share(
+    def _pace(
         self,
         structure: Structure,
         measured_bytes: Mapping[Any, Mapping[Recipe, CallBytes]],
         timings: Mapping[Any, Mapping[Recipe, CallTiming]],
         code_seconds: Sequence[CodeSeconds],
-    ) -> float:
+    ) -> Pace:
         kinds = [seen.kind for seen in structure.calls]
         if not all(KEEP in timings[kind] for kind in kinds):
-            return USUAL_HOST_SHARE
+            return USUAL_PACE
         code_s = sum(code.forward_s + code.backward_s for code in code_seconds)
         calls = [measured_bytes[kind][KEEP] for kind in kinds]
         code = [*(seen.code for seen in structure.calls), structure.tail.code]
@@ -381,7 +399,7 @@ class _Measurement:
             self.put_back_random_state()
             return time_plain_step(self.step, self.meter, plain_bytes)
 
-        return find_host_share([timings[kind][KEEP] for kind in kinds], code_s, time_step)
+        return find_pace([timings[kind][KEEP] for kind in kinds], code_s, time_step)
 
     def _inner_forwards(self) -> Any:
         modules = {module for inside in self.inside.values() for module in inside}

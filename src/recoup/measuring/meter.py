@@ -19,7 +19,7 @@ from recoup.errors import SampleError
 from recoup.measuring.tracker import MemoryTracker
 from recoup.measuring.trees import tensors_in
 
-__all__ = ["Meter", "Parts", "Timing", "device_of", "make_meter"]
+__all__ = ["Meter", "Parts", "Timing", "device_of", "make_meter", "without_collections"]
 
 _QUEUE_S = 0.002
 """The host gets ahead of the device meanwhile, and the first run of a unit keeps it there."""
@@ -97,7 +97,7 @@ class Meter(ABC):
             repeats: how many runs count.
             warm_up: how many do not, before these.
         """
-        with _without_collections():
+        with without_collections():
             for _ in range(warm_up):
                 self._stamped(make_run())
             return [Timing(seconds, 0.0) for seconds in self._medians(make_run, repeats)]
@@ -114,13 +114,9 @@ class Meter(ABC):
             stamps.append(self.stamp())
         return stamps
 
-    def wall_s(self, run: Callable[[], Any]) -> float:
-        """Seconds of a whole step, from an idle device to an idle device."""
-        return self.time_step(run).device_s
-
     def time_step(self, run: Callable[[], Any]) -> Timing:
         """Times a whole step, from an idle device to an idle device."""
-        with _without_collections():
+        with without_collections():
             first = self.stamp()
             run()
             return Timing(self.elapsed_s(first, self.stamp()), 0.0)
@@ -256,7 +252,7 @@ class CudaMeter(Meter):
             host_s.append([])
             return [noted(part) for part in make_run()]
 
-        with _without_collections():
+        with without_collections():
             for _ in range(warm_up):
                 for part in make_noted():
                     part()
@@ -269,7 +265,7 @@ class CudaMeter(Meter):
 
     def time_step(self, run: Callable[[], Any]) -> Timing:
         torch.cuda.synchronize(self.device)
-        with _without_collections():
+        with without_collections():
             first = self.stamp()
             host_s = _host_s(run)
             return Timing(self.elapsed_s(first, self.stamp()), host_s)
@@ -297,8 +293,8 @@ class CudaMeter(Meter):
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keeps Python from looking for cycles, which takes it as long as a step and happens now and then."""
+def without_collections() -> Iterator[None]:
+    """Keeps Python from looking for cycles now and then: it takes as long as a step, and what it frees is anyone's."""
     is_on = gc.isenabled()
     gc.disable()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from recoup.measuring.costs import RecipeCosts
 from recoup.measuring.isolate import CallBytes, CallSeconds
@@ -13,8 +14,9 @@ __all__ = ["promising_recipes", "useful_recipes"]
 _WORTH_SHARE = 0.02
 # A replay may stop early, but not before this share of its forward.
 _LEAST_REPLAY = 0.25
-# And not after all of it; a little less, since between equals planners may choose either.
-_MOST_REPLAY = 0.999
+# What a replay takes beyond this share of its forward, it takes to set aside what it saves. A little less than all of
+# it, since between equals planners may choose either.
+_WHOLE_REPLAY = 0.999
 
 
 def promising_recipes(
@@ -48,6 +50,7 @@ def useful_recipes(
     """The measured recipes, fastest first, without those that need no fewer bytes than a faster one.
 
     To recompute takes time; where it was measured to take none, that is noise, and a part of what it repeats is added.
+    What a whole unit's replay takes beyond its forward is what it costs to replay it in a segment, too.
     """
     keep_s = seconds.get(KEEP, CallSeconds(0.0, 0.0))
     # Whole units are forgotten in the same way, whatever their replays do.
@@ -62,12 +65,14 @@ def useful_recipes(
             max(whole_s if recipe.whole else seconds[recipe].forward_s, keep_s.forward_s),
             max(seconds[recipe].backward_s, simpler_s.backward_s + _LEAST_REPLAY * repeated_s),
         )
+    again_s = 0.0
     if KEEP in least and RECOMPUTE in least:
-        # Else planners would put the same together from a forward and a backward, whose bytes are not as exact.
-        most_s = _MOST_REPLAY * keep_s.forward_s + keep_s.backward_s
-        forward_s, backward_s = least[RECOMPUTE].forward_s, least[RECOMPUTE].backward_s
-        least[RECOMPUTE] = CallSeconds(forward_s, min(backward_s, most_s))
-    options = [RecipeCosts(recipe, sizes[recipe], least[recipe]) for recipe in sizes]
+        replay_s = least[RECOMPUTE].backward_s - keep_s.backward_s
+        again_s = max(0.0, replay_s - _WHOLE_REPLAY * keep_s.forward_s)
+    options = [
+        RecipeCosts(recipe, sizes[recipe], replace(least[recipe], again_s=0.0 if recipe.whole else again_s))
+        for recipe in sizes
+    ]
     options.sort(key=lambda o: (o.recipe != KEEP, o.seconds.forward_s + o.seconds.backward_s))
     useful: list[RecipeCosts] = []
     for option in options:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.errors import UnitError
@@ -26,7 +27,7 @@ from recoup.measuring.intercept import intercepted
 from recoup.measuring.slices import sliced, unit_names
 from recoup.measuring.steps import TrainingStep
 
-__all__ = ["UnitCall", "Visitor", "stream"]
+__all__ = ["LeakError", "UnitCall", "Visitor", "stream"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +70,13 @@ class UnitCall:
         It runs on the real arguments, so that a list which the unit fills is filled for the code after it.
         """
 
+        # Without its arguments, which the graph would hold.
+        nothing = _Nothing(replace(self, args=(), kwargs={}))
+
         def pack(tensor: Tensor) -> Tensor | _Nothing:
             if note is not None:
                 note(tensor)
-            return tensor.detach() if self.holds else _Nothing(self.name)
+            return tensor.detach() if self.holds else nothing
 
         push_hooks(pack, _give_back)
         try:
@@ -85,20 +89,39 @@ class UnitCall:
         return replace(self, holds=True).glance(note)
 
 
+class LeakError(UnitError):
+    """Code outside a unit has a tensor of its inside, so that gradients do not come through its outputs alone.
+
+    Attributes:
+        module: the unit.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(
+            f"Unit {name!r} gives a tensor to code outside by another way than its output: a list, an attribute or a"
+            " variable of others. Return it from the unit's forward, or choose other units with units=."
+        )
+        self.module = module
+
+
 class _ForgottenError(Exception):
     """Something needs a saved tensor that was let go of."""
+
+    def __init__(self, call: UnitCall) -> None:
+        super().__init__(call.name)
+        self.call = call
 
 
 @dataclass(frozen=True, slots=True)
 class _Nothing:
     """Stands for a saved tensor that was let go of."""
 
-    unit: str
+    call: UnitCall
 
 
 def _give_back(packed: Tensor | _Nothing) -> Tensor:
     if isinstance(packed, _Nothing):
-        raise _ForgottenError(packed.unit)
+        raise _ForgottenError(packed.call)
     return packed
 
 
@@ -149,6 +172,10 @@ class _Stream:
                     self.accumulates = True
                     with torch.no_grad():
                         return fn(*args, **kwargs)
+                if _is_checkpointed():
+                    raise _checkpointed_already(
+                        f"Unit {label!r} runs inside a checkpoint of the model's own."
+                    )
                 return self._visit(label, unit, fn, args, kwargs)
 
         return forward
@@ -182,14 +209,33 @@ def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> 
     """Runs a step by NOTE [ Streaming ]; returns whether it accumulates gradients over several forwards.
 
     Raises:
-        UnitError: a gradient would reach the inside of a unit by another way than through its outputs.
+        LeakError: a gradient would reach the inside of a unit by another way than through its outputs.
+        UnitError: the model checkpoints units by itself.
     """
     running = _Stream(step, units, visitor)
     try:
         running.run()
     except _ForgottenError as error:
-        raise UnitError(
-            f"Unit {error} gives a tensor to code outside by another way than its output: a list, an attribute or a"
-            " variable of others. Return it from the unit's forward, or choose other units with units=."
-        ) from error
+        raise LeakError(error.call.name, error.call.module) from error
+    except RuntimeError as error:
+        if _REENTRANT not in str(error):
+            raise
+        raise _checkpointed_already("The model has reentrant checkpoints of its own.") from error
     return running.accumulates
+
+
+_REENTRANT = "use_reentrant=True"
+"""What torch says of a backward that asks for some gradients only, as every measurement does."""
+
+
+def _is_checkpointed() -> bool:
+    """Whether the code that runs is inside torch's own checkpoint."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def _checkpointed_already(what: str) -> UnitError:
+    return UnitError(
+        f"{what} recoup decides what to recompute: switch the model's checkpoints off (for models of transformers,"
+        " model.gradient_checkpointing_disable()), or choose units that contain them with units=."
+    )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -34,7 +34,7 @@ from recoup.measuring.slices import (
     unit_names,
 )
 
-__all__ = ["Units", "children_of", "choose_units", "find_units", "parts_of", "without_nested"]
+__all__ = ["Units", "children_of", "choose_units", "find_units", "parts_of", "split_units", "without_nested"]
 
 Units = str | nn.Module | Callable[[str, nn.Module], bool]
 _LARGEST_SHARE = 4
@@ -170,6 +170,13 @@ def parts_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
         if parts != [module]:
             return list(dict.fromkeys(parts))
     return children_of(root, module)
+
+
+def split_units(root: ModuleCall, units: Sequence[nn.Module], some: Collection[nn.Module]) -> list[nn.Module]:
+    """The units with some of them split into what they call; those that call nothing are none any more."""
+    parts = [part for unit in units for part in (parts_of(root, unit) if unit in some else [unit])]
+    # An activation that units share may lie in one that stays as it is.
+    return without_nested(list(dict.fromkeys(parts)))
 
 
 def _first_call(root: ModuleCall, module: nn.Module) -> ModuleCall | None:
