@@ -52,6 +52,28 @@ def test_noise_does_not_make_a_second_replay_faster_than_the_first() -> None:
     ]
 
 
+def test_a_recipe_in_a_replay_costs_what_that_was_measured_to_cost() -> None:
+    part, parts = Recipe(inner=("a",)), Recipe(inner=("a", "b"))
+    twice = Recipe(whole=True, inner=parts.inner)
+    times = {KEEP: (2.0, 4.0), part: (2.1, 5.0), parts: (2.2, 6.0), RECOMPUTE: (2.5, 7.0), twice: (2.5, 12.0)}
+    # Each holds less than the one before it, and needs more in its backward.
+    sizes = {
+        recipe: CallBytes(300, 100, 200 - 50 * index, (False,), 400 + 10 * index, (True,))
+        for index, recipe in enumerate(times)
+    }
+    seconds = {recipe: CallSeconds(*pair) for recipe, pair in times.items()}
+    again = {option.recipe: option.seconds.again_s for option in useful_recipes(sizes, seconds, {})}
+    assert again == pytest.approx(
+        {
+            KEEP: 7.0 - 4.0 - 0.999 * 2.0,
+            part: 7.0 - 4.0 - 0.999 * 2.0,  # not measured: as for keeping
+            parts: 12.0 - 6.0 - 0.999 * 2.2,
+            RECOMPUTE: 0.0,
+            twice: 0.0,
+        }
+    )
+
+
 def test_what_a_replay_takes_beyond_its_forward_it_takes_in_a_segment_too() -> None:
     sizes = {
         KEEP: CallBytes(300, 100, 200, (False,), 400, (True,)),

@@ -22,12 +22,13 @@ def random_problem(
     once: Collection[int] = (),
     leaves: bool = False,
     again: bool = False,
+    early: bool = False,
 ) -> Problem:
     """Unequal in everything: seconds, held bytes, transients, outputs, gradients, parameters.
 
     ``odd`` lets options differ in their forwards too, so that keeping everything need not be fastest; the
     units in ``once`` run once; ``leaves`` lets other bytes come and go with the backwards; ``again`` makes
-    options dearer for units that have run before.
+    options dearer for units that have run before; with ``early`` gradients may go before others are there.
     """
     rng = random.Random(seed)
     waiting = [rng.choice([1, 2, 5]) * scale if leaves else 0 for _ in range(num_units - 1)]
@@ -48,7 +49,7 @@ def random_problem(
                 holds_output=rng.random() < 0.3,
                 again_s=(everything + index) % 4 if again else 0,
                 forward_transient_bytes=size(0, 3),
-                backward_transient_bytes=size(0, 3),
+                backward_transient_bytes=size(0, 3) - early * scale,
             )
         ]
         for k in range(num_options - 1):
@@ -137,6 +138,7 @@ def small_problems(draw: st.DrawFn, *, max_units: int, max_options: int = 3) -> 
         num_options=draw(st.integers(1, max_options)),
         odd=draw(st.booleans()),
         again=draw(st.booleans()),
+        early=draw(st.booleans()),
     )
 
 

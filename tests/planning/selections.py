@@ -43,12 +43,19 @@ def random_problem(
     units = []
     for index in range(num_units):
         options = [random_option(rng, f"o{k}", links=names) for k in range(rng.randint(1, max_options))]
+        output_bytes, gradient_bytes = rng.randint(0, 15), rng.randint(0, 15)
+        if index % 2:
+            # Its gradient goes early, but for what the option needs beside it.
+            options = [
+                replace(option, backward_transient_bytes=option.backward_transient_bytes - gradient_bytes)
+                for option in options
+            ]
         units.append(
             Unit(
                 f"u{index}",
                 options,
-                output_bytes=rng.randint(0, 15),
-                gradient_bytes=rng.randint(0, 15),
+                output_bytes=output_bytes,
+                gradient_bytes=gradient_bytes,
                 parameter_gradient_bytes=rng.choice([0, rng.randint(0, 40)]),
                 skips=[source for source in range(index - 1) if rng.random() < 0.3],
                 output_links=names if rng.random() < 0.5 else (),

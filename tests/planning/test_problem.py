@@ -21,6 +21,11 @@ def freeing(freed_input_bytes: int) -> Unit:
     return Unit("b", [replace(KEEP, freed_input_bytes=freed_input_bytes)], output_bytes=4)
 
 
+def early(backward_transient_bytes: int) -> Unit:
+    option = replace(KEEP, backward_transient_bytes=backward_transient_bytes)
+    return Unit("c", [option], output_bytes=4, gradient_bytes=5)
+
+
 def test_values_compare_hash_and_take_sequences() -> None:
     assert Problem([unit()]) == Problem((unit(),))
     assert hash(Problem([unit()])) == hash(Problem([unit()]))
@@ -61,6 +66,8 @@ def test_defaults_and_derived_figures() -> None:
         (lambda: Problem([unit("a"), unit("b", skips=[0])]), r"'b' \(index 1\) skips from unit 0"),
         (lambda: Problem([unit("a"), unit("b"), unit("c", skips=[0, 0])]), "names a skip twice"),
         (lambda: Problem([unit("a"), freeing(5)]), "'keep' frees 5 bytes of the unit's input, which has 4"),
+        (lambda: Problem([early(-6)]), "of -6, and the gradients of output and inputs have 5"),
+        (lambda: early(-1.5), "backward_transient_bytes must be a whole number of bytes; got -1.5"),
         (lambda: Problem([freeing(1)]), "which has 0 that may go: the first input stays"),
         (lambda: freeing(-1), "freed_input_bytes must be a whole number of bytes, at least 0; got -1"),
         (lambda: Problem([unit(output_links=["disk"])]), "may move over disk, which is not among"),

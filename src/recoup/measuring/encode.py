@@ -6,10 +6,11 @@ NOTE [ Values between units ]
     2. A position's *output*, in the planner's sense, is what the next position reads (a unit: as an argument; code:
        by saving it). The planner drops it, or keeps it, as its plan says.
     3. What a later position than the next one reads or saves (a skip) must stay wherever it was made: it counts as
-       held by its producer, whatever the option. Its producer runs once. If only replays need it, it counts as held by
-       the reader's options that replay. What only the next position is given, and does not hold under an option,
-       goes when that option's forward has run. A producer whose output is given to the next position as a view
-       runs once, too: what replays several calls knows outputs by identity, and would hold the view.
+       held by its producer, whatever the option, and goes when the backward of its first reader has run. Its producer
+       runs once. If only replays need it, it counts as held by the reader's options that replay. What only the next
+       position is given, and does not hold under an option, goes when that option's forward has run. A producer whose
+       output is given to the next position as a view runs once, too: what replays several calls knows outputs by
+       identity, and would hold the view.
     4. The gradient of such a value lives from the backward of the last position that computes with it, saved or
        not, to its producer's, and through the replays between them. Where another position's backward gives it
        one, that is added in place, unless the first is a view of something larger: then their sum is made beside
@@ -17,15 +18,13 @@ NOTE [ Values between units ]
     5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen.
     6. What the model's output holds on to lives through the whole backward, and through the replays in it.
     7. The planner takes the gradients of a position's output and input to live together, through its whole
-       backward. Where a unit is measured to need less, the gradient between it and a position that runs once is
-       counted as smaller, and the difference as transient on the other side.
+       backward. Where a unit is measured to need less than the two of them, its transient is below 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from recoup.measuring.costs import CodeSeconds, RecipeCosts, StepCosts
 from recoup.measuring.structure import Code, SeenCall
@@ -48,14 +47,24 @@ class Position:
     outputs: dict[int, int] = field(default_factory=dict)
     runs_once: bool = False
     held: dict[int, int] = field(default_factory=dict)
+    gone_bytes: int = 0
+    back_bytes: int = 0
     replay_inputs: dict[int, int] = field(default_factory=dict)
-    gradient_bytes: int = 0
-    counted_gradient_bytes: int = 0
+    value_gradients: dict[int, int] = field(default_factory=dict)
     skip_gradient_bytes: int = 0
     summed_gradient_bytes: int = 0
     kept_output_bytes: int = 0
     user_bytes: int = 0
     sole_inputs: dict[int, int] = field(default_factory=dict)
+
+    def gradient_bytes_from(self, following: Position) -> int:
+        """Of the gradients of what it made, those that come from the position after it."""
+        return sum(size for value, size in self.value_gradients.items() if following.gives_gradient(value))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The gradients of what it made."""
+        return sum(self.value_gradients.values())
 
     @property
     def held_bytes(self) -> int:
@@ -164,13 +173,17 @@ def _settle_value(
             following.sole_inputs[value] = size
     elif savers:
         producer.held[value] = size
+        if not is_kept:
+            # The planner lets it go with the producer's backward, and not before.
+            positions[readers[0]].gone_bytes += size
+            producer.back_bytes += size
     elif readers:
         positions[readers[0]].replay_inputs[value] = size
     if any(later > index + 1 for later in readers) or last_alive > index + 2:
         producer.runs_once = True
     if any(value in seen.remade for later in readers if (seen := positions[later].seen) is not None):
         producer.runs_once = True
-    producer.gradient_bytes += gradient_bytes
+    producer.value_gradients[value] = gradient_bytes
     if givers:
         first = index + 1 if givers[0] == index + 1 and len(givers) > 1 else index + 2
         waiting_bytes = positions[givers[-1]].waiting_gradient(value)
@@ -198,7 +211,6 @@ def encode(costs: StepCosts) -> Problem:
     positions = positions_of(costs)
     _find_user_bytes(positions)
     _find_kept_outputs(costs, positions)
-    _shrink_gradients(costs, positions)
     gradients = _parameter_gradients(costs, positions)
     units = []
     for index, position in enumerate(positions):
@@ -212,7 +224,7 @@ def encode(costs: StepCosts) -> Problem:
                 position.name,
                 options,
                 output_bytes=sum(position.outputs.values()),
-                gradient_bytes=position.counted_gradient_bytes,
+                gradient_bytes=position.gradient_bytes,
                 parameter_gradient_bytes=gradients[index],
                 left_bytes=_left_bytes(position, before),
                 runs_once=position.runs_once,
@@ -223,9 +235,10 @@ def encode(costs: StepCosts) -> Problem:
 
 
 def _left_bytes(position: Position, before: Position | None) -> int:
-    """By how much more waits once its backward has run; the last position's own is its transient."""
+    """By how much more is there once its backward has run; what waits for the last position's is its transient."""
     own_bytes = 0 if position.is_tail else position.waiting_bytes
-    return (0 if before is None else before.waiting_bytes) - own_bytes
+    waiting_bytes = (0 if before is None else before.waiting_bytes) - own_bytes
+    return waiting_bytes + position.back_bytes - position.gone_bytes
 
 
 def _find_user_bytes(positions: list[Position]) -> None:
@@ -259,17 +272,6 @@ def _find_kept_outputs(costs: StepCosts, positions: list[Position]) -> None:
             until -= maker.is_tail and value in maker.code.saved
         for position in positions[: until + 1]:
             position.kept_output_bytes += size
-
-
-def _shrink_gradients(costs: StepCosts, positions: list[Position]) -> None:
-    """NOTE [ Values between units ], 7."""
-    for position in positions:
-        position.counted_gradient_bytes = position.gradient_bytes
-    for position, following in pairwise(positions):
-        if position.runs_once and following.call is not None:
-            needed = min(option.bytes.backward_peak_bytes for option in costs.options[following.call])
-            slack = following.gradient_bytes + position.gradient_bytes - needed
-            position.counted_gradient_bytes -= max(0, min(slack, position.gradient_bytes))
 
 
 def _parameter_gradients(costs: StepCosts, positions: list[Position]) -> list[int]:
@@ -313,11 +315,16 @@ def _code_option(position: Position, before: Position | None) -> Option:
 def _backward_transient(
     position: Position, before: Position | None, needed_bytes: int, *, held_bytes: int
 ) -> int:
-    """What a backward needs beyond the gradients that the planner counts."""
+    """What a backward needs beyond the gradients of its own that the planner counts: NOTE 7.
+
+    What code needs is known less exactly: at least what is counted.
+    """
     if position.summed_gradient_bytes:
         needed_bytes = max(needed_bytes, position.given_bytes + position.summed_gradient_bytes - held_bytes)
-    counted = position.counted_gradient_bytes + (before.counted_gradient_bytes if before is not None else 0)
-    return max(0, needed_bytes - counted) + position.is_tail * position.waiting_bytes
+    counted = position.gradient_bytes + (0 if before is None else before.gradient_bytes_from(position))
+    if position.call is None:
+        return max(0, needed_bytes - counted) + position.is_tail * position.waiting_bytes
+    return needed_bytes - counted
 
 
 def _held_arguments(position: Position, option: RecipeCosts) -> set[int]:
@@ -353,7 +360,8 @@ def _option(position: Position, option: RecipeCosts, before: Position | None) ->
     return Option(
         option.recipe.name,
         forward_s=option.seconds.forward_s,
-        again_s=option.seconds.again_s,
+        # What holds nothing has nothing to set aside.
+        again_s=option.seconds.again_s if held_bytes or holds_output else 0.0,
         backward_s=option.seconds.backward_s,
         held_bytes=held_bytes,
         holds_output=holds_output,

@@ -6,14 +6,21 @@ import math
 
 from recoup.errors import ProblemError
 
-__all__ = ["check_bytes", "check_name", "check_seconds"]
+__all__ = ["check_bytes", "check_name", "check_seconds", "check_whole"]
 
 
 def check_bytes(owner: str, **sizes: int) -> None:
-    """Refuses sizes that are no whole numbers of bytes."""
+    """Refuses sizes that are no whole numbers of bytes, at least 0."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ProblemError(f"{owner}: {name} must be a whole number of bytes, at least 0; got {size!r}.")
+
+
+def check_whole(owner: str, **sizes: int) -> None:
+    """Refuses sizes that are no whole numbers of bytes; they may be below 0."""
+    for name, size in sizes.items():
+        if type(size) is not int:
+            raise ProblemError(f"{owner}: {name} must be a whole number of bytes; got {size!r}.")
 
 
 def check_seconds(owner: str, **times: float) -> None:

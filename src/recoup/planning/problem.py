@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recoup.errors import ProblemError
-from recoup.planning.checks import check_bytes, check_name, check_seconds
+from recoup.planning.checks import check_bytes, check_name, check_seconds, check_whole
 
 __all__ = ["Link", "Option", "Problem", "Unit"]
 
@@ -84,7 +84,7 @@ class Option:
         forward_transient_bytes: needed only while the forward runs, beyond held bytes and output.
         replay_transient_bytes: needed only during ``extra_s``, beyond held bytes.
         backward_transient_bytes: needed only while the backward runs, beyond held bytes and the gradients of
-            output and inputs; it includes what the replay left for it.
+            output and inputs; it includes what the replay left for it. Below 0 where these never live all at once.
         held_links: names of the links over which the held bytes may leave.
 
     >>> Option("keep", forward_s=1.0, backward_s=2.0, held_bytes=64).total_s
@@ -120,8 +120,8 @@ class Option:
             freed_input_bytes=self.freed_input_bytes,
             forward_transient_bytes=self.forward_transient_bytes,
             replay_transient_bytes=self.replay_transient_bytes,
-            backward_transient_bytes=self.backward_transient_bytes,
         )
+        check_whole(owner, backward_transient_bytes=self.backward_transient_bytes)
         object.__setattr__(self, "held_links", tuple(self.held_links))
 
     @property
@@ -204,10 +204,7 @@ class Unit:
             gradient_bytes=self.gradient_bytes,
             parameter_gradient_bytes=self.parameter_gradient_bytes,
         )
-        if type(self.left_bytes) is not int:
-            raise ProblemError(
-                f"{owner}: left_bytes must be a whole number of bytes; got {self.left_bytes!r}."
-            )
+        check_whole(owner, left_bytes=self.left_bytes)
         if not isinstance(self.runs_once, bool):
             raise ProblemError(f"{owner}: runs_once must be True or False; got {self.runs_once!r}.")
         if not self.options:
@@ -358,6 +355,22 @@ def _validate_problem(problem: Problem) -> None:
     known = {link.name for link in problem.links}
     for index in range(len(problem.units)):
         _validate_references(problem.units, index=index, known=known)
+        _validate_gradients(problem, index)
+
+
+def _validate_gradients(problem: Problem, index: int) -> None:
+    unit = problem.units[index]
+    sources = {index - 1, *unit.skips}
+    gradient_bytes = unit.gradient_bytes + sum(
+        problem.units[source].gradient_bytes if source >= 0 else problem.input_gradient_bytes
+        for source in sources
+    )
+    for option in unit.options:
+        if option.backward_transient_bytes < -gradient_bytes:
+            raise ProblemError(
+                f"Unit {unit.name!r}: option {option.name!r} has backward_transient_bytes of"
+                f" {option.backward_transient_bytes}, and the gradients of output and inputs have {gradient_bytes}."
+            )
 
 
 def _validate_references(units: Sequence[Unit], *, index: int, known: set[str]) -> None:
