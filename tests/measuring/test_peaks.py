@@ -278,6 +278,37 @@ def test_an_argument_that_a_unit_does_not_save_is_free_once_it_has_run(activatio
     check_exact(nn.Sequential(block), units="0")
 
 
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.layer(x).tanh() @ table
+
+
+class Table(nn.Module):
+    """A parameter that all units are given: its gradient is there from the last one's backward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(24, 24))
+        self.layers = nn.ModuleList(Adds() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x
+
+
+def test_a_parameter_among_the_arguments() -> None:
+    check_exact(Table())
+    profile = measure(Table(), torch.randn(ROWS, 24), loss=mean)
+    layer, table = (24 * 24 + 24) * 4, 24 * 24 * 4
+    gradients = [unit.parameter_gradient_bytes for unit in profile.problem.units]
+    assert gradients[:4] == [layer, layer, layer, layer + table]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

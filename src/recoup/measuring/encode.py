@@ -281,7 +281,8 @@ def _parameter_gradients(costs: StepCosts, positions: list[Position]) -> list[in
         return made
     claimed: set[int] = set()
     for index, position in reversed(list(enumerate(positions))):
-        given = position.code.parameters if position.seen is None else _trained(position.seen)
+        seen = position.seen
+        given = position.code.parameters if seen is None else _trained(seen) | seen.given_parameters
         made[index] = sum(size for parameter, size in given.items() if parameter not in claimed)
         claimed |= given.keys()
     # Parameters that only code without a position uses: their gradients come last.

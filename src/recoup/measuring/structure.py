@@ -69,6 +69,7 @@ class SeenCall:
         saved_inside: by modules directly inside it, bytes that their graphs save.
         gradients: of its outputs, by storage.
         argument_gradients: of its arguments, by storage.
+        given_parameters: bytes of the gradients of parameters among its arguments, by their identity.
         alive: storages that live when it is called.
         code: what ran before it.
         shares: whether another part of the step, after it, gives its parameters gradients too.
@@ -88,6 +89,7 @@ class SeenCall:
     saved_inside: dict[str, int]
     gradients: Storages
     argument_gradients: Storages
+    given_parameters: dict[int, int]
     alive: Storages
     code: Code
     shares: bool = False
@@ -262,6 +264,11 @@ class _Looker:
                 saved_inside,
                 self.numbers.gradients(output),
                 self.numbers.gradients(given),
+                {
+                    id(tensor): tensor.numel() * tensor.element_size()
+                    for tensor in tensors_in(given)
+                    if id(tensor) in self.trained
+                },
                 self._alive,
                 self._code,
             )
