@@ -11,9 +11,8 @@ NOTE [ The replay sees what the forward saw ]
    flag, a counter, a cached tensor, ``eval()`` in between or a swapped parameter cannot mislead the replay, and
    the replay leaves no trace. ``requires_grad`` of parameters is treated alike.
 3. Buffers change in place, and batch norm does so without raising the version counter. They are copied before the
-   forward. After it, copies are held of those that changed; elsewhere than on the CPU, where to look would mean to
-   wait, of all that are small. The replay runs on copies of these copies, by rule 2: the real buffers are not
-   touched, and a tensor that the replay saves keeps its value.
+   forward. After it, copies are held of those that are small, or that changed. The replay runs on copies of these
+   copies, by rule 2: the real buffers are not touched, and a tensor that the replay saves keeps its value.
 4. Everything else (parameters, large buffers, captured tensors) is watched. If a version counter moved, the replay
    runs under a guard that raises when an operation really reads that tensor, and names it.
 5. Noted tensors are held without their history: a frame that held a graph would chain to the frames before it.
@@ -161,11 +160,13 @@ class FunctionState:
         self._buffers = []
 
     def _must_hold(self, buffer: Tensor) -> bool:
-        """Whether its values may have changed, though no version counter was raised."""
+        if buffer.nbytes <= _SMALL_BYTES:
+            return True
+        # A change that raised no version counter. Elsewhere than on the CPU, looking would mean waiting.
         pair = self._copies.get(id(buffer))
-        if buffer.untyped_storage().device.type == "cpu":  # not so for fake tensors, which lie on no device
-            return pair is not None and not torch.equal(*pair)
-        return buffer.nbytes <= _SMALL_BYTES
+        if pair is None or buffer.untyped_storage().device.type != "cpu":  # fake tensors lie on no device
+            return False
+        return not torch.equal(*pair)
 
     def stale(self) -> list[Tensor]:
         """The watched tensors that were changed in place since before the forward."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recoup.engines.fingerprints import Prints, deterministically, differing_bits, differing_size, fingerprint
 from recoup.engines.plans import ModelPlan
-from recoup.engines.tree import Item, Leaf
+from recoup.engines.tree import leaves_of
 from recoup.errors import VerificationError
 from recoup.measuring.anchor import gradients_from, seeded
 from recoup.measuring.caches import without_caches
@@ -31,9 +31,7 @@ def compare_units(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Op
     Raises:
         VerificationError: something differs; it names unit and parameter.
     """
-    recipes = {
-        plan.profile.units[leaf.unit].name: plan.recipe(leaf) for item in plan.items for leaf in _leaves(item)
-    }
+    recipes = {plan.profile.units[leaf.unit].name: plan.recipe(leaf) for leaf in leaves_of(plan.items)}
     called = dict.fromkeys(unit.module for unit in plan.profile.units if unit.module is not None)
     names = {name: find_module(step.model, name) for name in called}
     units = list(dict.fromkeys(names.values()))
@@ -55,10 +53,6 @@ def _inner_names(plan: ModelPlan, unit: Any, names: dict[str, Any]) -> set[str]:
         for recipe in profiled.recipes
         for name in recipe.inner
     }
-
-
-def _leaves(item: Item) -> list[Leaf]:
-    return [item] if isinstance(item, Leaf) else [leaf for inner in item.items for leaf in _leaves(inner)]
 
 
 class _Comparer:

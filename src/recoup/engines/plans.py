@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, groupby
 
 from recoup import planning
-from recoup.engines.tree import Item, Leaf, Segment, tree_of
+from recoup.engines.tree import Item, Leaf, Segment, leaves_of, tree_of
 from recoup.errors import BudgetError
 from recoup.measuring.budgets import read_share
 from recoup.measuring.options import KEEP, Recipe
@@ -206,14 +206,21 @@ def _peak_bytes(plan: ModelPlan) -> int:
 
 def _swept_bytes_by_unit(plan: ModelPlan) -> dict[int, int]:
     segments = (item for item in plan.items if isinstance(item, Segment))
-    units = (unit for item in segments for unit in range(item.first, item.last + 1))
-    return {unit: _swept_bytes(plan.profile, unit) for unit in units}
+    return {leaf.unit: _swept_bytes(plan, leaf) for leaf in leaves_of(segments)}
 
 
-def _swept_bytes(profile: Profile, index: int) -> int:
-    """What one unit holds when it is replayed as a whole: copies of buffers, arguments from outside its segment."""
-    options = zip(profile.problem.units[index].options, profile.units[index].recipes, strict=True)
-    return min((option.held_bytes for option, recipe in options if recipe.whole), default=0)
+def _swept_bytes(plan: ModelPlan, leaf: Leaf) -> int:
+    """What one unit holds when it is replayed as a whole: copies of buffers, arguments from outside its segment.
+
+    Modules inside it that are replayed again hold copies too. Where that was not measured, as much as with any of them.
+    """
+    unit, recipe = plan.profile.units[leaf.unit], plan.recipe(leaf)
+    options = zip(unit.recipes, plan.profile.problem.units[leaf.unit].options, strict=True)
+    held = {found: option.held_bytes for found, option in options if found.whole}
+    whole = replace(recipe, whole=True)
+    if whole in held:
+        return held[whole]
+    return max(held.values(), default=0) if recipe.inner else min(held.values(), default=0)
 
 
 def minimum_budget(profile: Profile) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from recoup.engines.plans import ModelPlan
-from recoup.engines.tree import Item, Leaf, Segment
+from recoup.engines.tree import Item, Leaf, Segment, leaves_of
 from recoup.errors import ScheduleError
 from recoup.planning import Action, Backward, Forward, Keep, Option, Schedule, simulate
 from recoup.planning.solvers.baselines import REPLAY
@@ -75,7 +75,7 @@ class Decisions(Sequence[Decision]):
         self.problem = plan.profile.problem
         self.actions = tuple(plan.schedule.schedule)
         seconds = self._seconds()
-        self._all = [self._decide(item, leaf, seconds) for item in plan.items for leaf in _leaves(item)]
+        self._all = [self._decide(item, leaf, seconds) for item in plan.items for leaf in leaves_of([item])]
 
     def __len__(self) -> int:
         return len(self._all)
@@ -170,11 +170,3 @@ class Decisions(Sequence[Decision]):
 
 def _transient_bytes(option: Option) -> int:
     return max(option.forward_transient_bytes, option.replay_transient_bytes, option.backward_transient_bytes)
-
-
-def _leaves(item: Item) -> Iterator[Leaf]:
-    if isinstance(item, Leaf):
-        yield item
-    else:
-        for inner in item.items:
-            yield from _leaves(inner)
