@@ -6,11 +6,11 @@ NOTE [ Values between units ]
     2. A position's *output*, in the planner's sense, is what the next position reads (a unit: as an argument; code:
        by saving it). The planner drops it, or keeps it, as its plan says.
     3. What a later position than the next one reads or saves (a skip) must stay wherever it was made: it counts as
-       held by its producer, whatever the option, and goes when the backward of its first reader has run. Its producer
-       runs once. If only replays need it, it counts as held by the reader's options that replay. What only the next
-       position is given, and does not hold under an option, goes when that option's forward has run. A producer whose
-       output is given to the next position as a view runs once, too: what replays several calls knows outputs by
-       identity, and would hold the view.
+       held by its producer, whatever the option. It is gone when that one's own backward begins, unless its own graph
+       may hold it. The producer runs once. If only replays need it, it counts as held by the reader's options that
+       replay. What only the next position is given, and does not hold under an option, goes when that option's
+       forward has run. A producer whose output is given to the next position as a view runs once, too: what replays
+       several calls knows outputs by identity, and would hold the view.
     4. The gradient of such a value lives from the backward of the last position that computes with it, saved or
        not, to its producer's, and through the replays between them. Where another position's backward gives it
        one, that is added in place, unless the first is a view of something larger: then their sum is made beside
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from recoup.measuring.costs import CodeSeconds, RecipeCosts, StepCosts
 from recoup.measuring.structure import Code, SeenCall
@@ -123,6 +124,7 @@ def positions_of(costs: StepCosts) -> list[Position]:
     )
     _find_producers(found)
     _settle_values(found, kept=tail.output.keys())
+    _let_go(costs, found)
     return found
 
 
@@ -173,10 +175,6 @@ def _settle_value(
             following.sole_inputs[value] = size
     elif savers:
         producer.held[value] = size
-        if not is_kept:
-            # The planner lets it go with the producer's backward, and not before.
-            positions[readers[0]].gone_bytes += size
-            producer.back_bytes += size
     elif readers:
         positions[readers[0]].replay_inputs[value] = size
     if any(later > index + 1 for later in readers) or last_alive > index + 2:
@@ -193,6 +191,31 @@ def _settle_value(
             if later in givers and waiting_bytes != gradient_bytes:
                 positions[later].summed_gradient_bytes += gradient_bytes
                 waiting_bytes = gradient_bytes
+
+
+def _let_go(costs: StepCosts, positions: list[Position]) -> None:
+    """Lets what is held for later positions go before its producer's backward; the planner would let it go with that.
+
+    Not with the backward of its first reader: a segment that is replayed holds it for all of its units.
+    """
+    for producer, following in pairwise(positions):
+        kept = costs.structure.tail.output.keys() | _held_by_itself(costs, producer)
+        gone_bytes = sum(size for value, size in producer.held.items() if value not in kept)
+        following.gone_bytes += gone_bytes
+        producer.back_bytes += gone_bytes
+
+
+def _held_by_itself(costs: StepCosts, position: Position) -> set[int]:
+    """Of what a position makes, what its own graph may hold until its backward."""
+    if position.call is None or position.seen is None:
+        return set(position.code.saved)
+    numbers = position.seen.output_numbers
+    return {
+        number
+        for option in costs.options[position.call]
+        for number, is_held in zip(numbers, option.bytes.holds_outputs, strict=True)
+        if is_held and number is not None
+    }
 
 
 def _gradient_bytes(positions: list[Position], index: int, value: int) -> int:
