@@ -186,7 +186,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
 
 
 TOO_HIGH = {"two inputs": 0.05, "WaveNet": 0.06}
-"""What the first call holds for the loss is gone before the second call's replay, and predicted to be there."""
+"""What is held for later units goes with their backwards, and is predicted to stay until their producer's."""
 
 
 @pytest.mark.parametrize("name", MODELS)
