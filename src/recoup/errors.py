@@ -33,6 +33,8 @@
 
 Each also derives from the built-in exception that a caller would expect (``ValueError``, ``LookupError``,
 ``RuntimeError``), so that code that knows nothing of recoup can catch it.
+
+What does no harm by itself, but is not what the user may expect, is a `RecoupWarning`: one sentence that says what to do.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ __all__ = [
     "PrecisionError",
     "ProblemError",
     "RecoupError",
+    "RecoupWarning",
     "ReplayMismatchError",
     "SampleError",
     "ScheduleError",
@@ -71,6 +74,10 @@ __all__ = [
 
 class RecoupError(Exception):
     """The root of recoup's exceptions."""
+
+
+class RecoupWarning(UserWarning):
+    """A plan that will not do what the user expects of it, for a reason that the warning names."""
 
 
 class SizeError(RecoupError, ValueError):
