@@ -18,18 +18,17 @@ VOCABULARY = 128
 
 def gpt2(num_layers: int = 3, **options: Any) -> GPT2LMHeadModel:
     """In train mode, with transformers' default dropout of 0.1."""
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=32,
-        n_embd=32,
-        n_layer=num_layers,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=1,
-        loss_type="ForCausalLM",
-        **options,
-    )
-    return GPT2LMHeadModel(config).train()
+    defaults = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": num_layers,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "loss_type": "ForCausalLM",
+    }
+    return GPT2LMHeadModel(GPT2Config(**defaults | options)).train()
 
 
 def llama(num_layers: int = 3, **options: Any) -> LlamaForCausalLM:

@@ -49,7 +49,9 @@ CLASSES = (
 )
 
 
-def script(fit_when: str | None, *, precision: str = "no", accumulates: int = 1) -> tuple[list[float], list[Any], int]:
+def script(
+    fit_when: str | None, *, precision: str = "no", accumulates: int = 1
+) -> tuple[list[float], list[Any], int]:
     """accelerate's tutorial, with `fit` before or after `prepare`: losses, final state, and the peak of it all."""
     forget()
     torch.manual_seed(0)
@@ -182,7 +184,8 @@ def test_state_counts_as_the_wrapped_optimizer_s() -> None:
 def test_two_accelerated_optimizers_in_a_list() -> None:
     accelerator, model = Accelerator(), Classifier()
     first, second = accelerator.prepare(
-        torch.optim.AdamW(model.blocks.parameters()), torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+        torch.optim.AdamW(model.blocks.parameters()),
+        torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
     )
     fit_to(model, examples(), loss=nn.CrossEntropyLoss(), optimizer=[first, second])
     assert not first.state

@@ -22,7 +22,12 @@ class Gan:
         torch.manual_seed(0)
         self.generator = Classifier(num_blocks=5)
         self.discriminator = nn.Sequential(
-            nn.Linear(10, 64), nn.BatchNorm1d(64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 1)
+            nn.Linear(10, 64),
+            nn.BatchNorm1d(64),
+            nn.LeakyReLU(0.2),
+            nn.Linear(64, 64),
+            nn.Dropout(0.1),
+            nn.Linear(64, 1),
         )
         self.criterion = nn.BCEWithLogitsLoss()
         self.optimizer_g = torch.optim.Adam(self.generator.parameters(), lr=2e-4, betas=(0.5, 0.999))

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*litlogger.*"),
     pytest.mark.filterwarnings("ignore:.*tensorboard.*"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
+    pytest.mark.filterwarnings("ignore:.*not supported by the model summary.*"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
 ]
 
@@ -56,14 +57,20 @@ class Task(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-class FittedAtStart(Task):
+class AtStart(Task):
     """Fits its network when everything is set up."""
 
+    fits = False
+
     def on_fit_start(self) -> None:
-        batch = next(iter(self.trainer.fit_loop._data_source.instance))
-        optimizer = self.optimizers()
-        options = {"loss": self.criterion, "optimizer": optimizer}
-        recoup.fit(self.network, batch, budget=budget_of(self.network, batch, **options), **options)
+        batch = next(iter(loader()))
+        if self.fits:
+            options = {"loss": self.criterion, "optimizer": self.optimizers()}
+            recoup.fit(self.network, batch, budget=budget_of(self.network, batch, **options), **options)
+
+
+class FittedAtStart(AtStart):
+    fits = True
 
 
 def run(tmp_path: Path, make: type[Task] = Task, fit_when: str | None = None, **options: Any) -> list[Any]:
@@ -79,7 +86,12 @@ def run(tmp_path: Path, make: type[Task] = Task, fit_when: str | None = None, **
         recoup.fit(task, batch, budget=budget_of(task, batch, loss=task.criterion), loss=task.criterion)
     seed_everything(1, verbose=False)
     trainer = Trainer(
-        max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False, logger=False, **options
+        max_epochs=2,
+        accelerator="cpu",
+        default_root_dir=tmp_path / f"{make.__name__} {fit_when}",
+        enable_progress_bar=False,
+        logger=False,
+        **options,
     )
     trainer.fit(task, data)
     if fit_when is not None or make is FittedAtStart:
@@ -87,11 +99,13 @@ def run(tmp_path: Path, make: type[Task] = Task, fit_when: str | None = None, **
     return [task.losses, state_of(task, trainer.optimizers[0])]
 
 
-@pytest.mark.parametrize(
-    ("make", "when"), [(Task, "network"), (Task, "task"), (FittedAtStart, None)], ids=["network", "task", "hook"]
-)
-def test_the_same_losses_and_weights(tmp_path: Path, make: type[Task], when: str | None) -> None:
-    assert_same(run(tmp_path, make, when), run(tmp_path))
+@pytest.mark.parametrize("when", ["network", "task"])
+def test_fitted_before_the_trainer_runs(tmp_path: Path, when: str) -> None:
+    assert_same(run(tmp_path, Task, when), run(tmp_path))
+
+
+def test_fitted_in_a_hook(tmp_path: Path) -> None:
+    assert_same(run(tmp_path, FittedAtStart), run(tmp_path, AtStart))
 
 
 @pytest.mark.parametrize(
@@ -120,8 +134,8 @@ class Manual(Task):
         self.automatic_optimization = False
 
     def on_train_start(self) -> None:
+        batch = next(iter(self.trainer.train_dataloader))
         if self.fits:
-            batch = next(iter(self.trainer.train_dataloader))
             options = {"loss": self.criterion, "optimizer": self.optimizers()}
             recoup.fit(self.network, batch, budget=budget_of(self.network, batch, **options), **options)
             assert is_applied(self.network)
@@ -166,8 +180,8 @@ class Adversarial(LightningModule):
         ]
 
     def on_train_start(self) -> None:
+        x, _ = next(iter(self.trainer.train_dataloader))
         if self.fits:
-            x, _ = next(iter(self.trainer.train_dataloader))
             options = {"loss": lambda output: F.softplus(-self.discriminator(output)).mean()}
             options["optimizer"] = self.optimizers()
             recoup.fit(self.generator, x, budget=budget_of(self.generator, x, **options), **options)
@@ -201,7 +215,11 @@ def test_two_lightning_optimizers_in_a_list(tmp_path: Path) -> None:
         seed_everything(0, verbose=False)
         task, data = make(), loader()
         trainer = Trainer(
-            max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False, logger=False
+            max_epochs=1,
+            accelerator="cpu",
+            default_root_dir=tmp_path / make.__name__,
+            enable_progress_bar=False,
+            logger=False,
         )
         seed_everything(1, verbose=False)
         trainer.fit(task, data)

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to.*:UserW
 
 
 def lora(model: nn.Module) -> Any:
-    return get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, lora_alpha=8, lora_dropout=0.1))
+    return get_peft_model(
+        model, LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, lora_alpha=8, lora_dropout=0.1)
+    )
 
 
 def run(make: Callable[[], Any], fit_when: str | None) -> tuple[list[float], list[Any], int, int]:
@@ -42,7 +44,9 @@ def run(make: Callable[[], Any], fit_when: str | None) -> tuple[list[float], lis
     if fit_when is not None:
         assert is_applied(model)
     losses: list[float] = []
-    peak = peak_bytes(lambda: losses.extend(train(model, optimizer, batches, loss_of_tokens)), model, batches[0])
+    peak = peak_bytes(
+        lambda: losses.extend(train(model, optimizer, batches, loss_of_tokens)), model, batches[0]
+    )
     return losses, state_of(model, optimizer), peak, budget
 
 

@@ -156,8 +156,12 @@ def with_hooks() -> Script:
     norms: list[float] = []
     features: dict[str, list[Tensor]] = {"last": []}
     model.blocks[1].register_forward_hook(lambda module, args, output: norms.append(output.norm().item()))
-    model.blocks[2].register_full_backward_hook(lambda module, given, taken: norms.append(taken[0].norm().item()))
-    model.blocks[-1].register_forward_hook(lambda module, args, output: features["last"].append(output.detach()))
+    model.blocks[2].register_full_backward_hook(
+        lambda module, given, taken: norms.append(taken[0].norm().item())
+    )
+    model.blocks[-1].register_forward_hook(
+        lambda module, args, output: features["last"].append(output.detach())
+    )
 
     def step() -> None:
         optimizer.zero_grad()

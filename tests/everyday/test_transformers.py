@@ -253,7 +253,9 @@ def test_fitted_in_eval_mode_training_mode_afterwards_keeps_its_numbers(saved: P
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "top_k": 5}])
 def test_generate_after_fit(make: Any, options: dict[str, Any]) -> None:
     model = make().eval()
-    prompt = BatchEncoding({"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3).long()})
+    prompt = BatchEncoding(
+        {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3).long()}
+    )
     torch.manual_seed(2)
     expected = model.generate(**prompt, max_new_tokens=8, pad_token_id=1, **options)
     model.train()
@@ -356,7 +358,9 @@ def test_gradient_checkpointing_after_fit_is_said_once() -> None:
         return train(model, optimizer, [batch] * 3, loss_of_tokens)
 
     expected = run(is_fitted=False)
-    with pytest.warns(RecoupWarning, match=r"gradient_checkpointing_disable\(\)|gradient checkpointing") as caught:
+    with pytest.warns(
+        RecoupWarning, match=r"gradient_checkpointing_disable\(\)|gradient checkpointing"
+    ) as caught:
         assert run(is_fitted=True) == expected
     assert len(caught) == 1
 
