@@ -16,6 +16,11 @@ import recoup
 from recoup.engines import is_applied
 from recoup.errors import RecoupWarning, SampleError
 
+# The compiler looks at the gradients of what it is given.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning"
+)
+
 
 class Graphs:
     """A backend that counts what it compiles and how often that runs."""

@@ -119,16 +119,13 @@ def test_export() -> None:
     fitted(model)
     program = torch.export.export(model, (x,))
     assert program.graph_module.code == plain
-    assert torch.equal(program.module()(x).detach(), model.eval()(x).detach()) or model.training
     assert is_applied(model)
 
 
 def test_export_in_eval_mode_with_dynamic_shapes() -> None:
     x, _ = examples()
     model = fitted(Documented()).eval()
-    program = torch.export.export(
-        model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch")}, "scale": None}
-    )
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
     assert torch.equal(program.module()(x[:7]), model(x[:7]))
 
 
@@ -236,7 +233,7 @@ def test_functional_call_with_a_backward() -> None:
 
 def test_second_derivatives() -> None:
     torch.manual_seed(0)
-    model, (x, y) = Classifier(num_blocks=3), examples(32)
+    model, (x, _y) = Classifier(num_blocks=3), examples(32)
 
     def run() -> Tensor:
         torch.manual_seed(3)

@@ -224,7 +224,7 @@ def test_a_tuple_of_loss_and_logits() -> None:
 
 def test_a_loss_of_two_arguments_without_targets() -> None:
     x, _ = examples()
-    with pytest.raises(SampleError, match=r"(?s)CrossEntropyLoss.*two.*\(inputs, targets\)"):
+    with pytest.raises(SampleError, match=r"loss= requires 2 arguments, .*\(inputs, targets\)"):
         recoup.fit(Classifier(), x, budget="1GiB", loss=nn.CrossEntropyLoss())
 
 
@@ -277,18 +277,13 @@ def test_a_class_of_losses_instead_of_one() -> None:
         recoup.fit(Classifier(), examples(), budget="1GiB", loss=nn.CrossEntropyLoss)
 
 
-@pytest.mark.parametrize(
-    "what", ["loader", "iterator", "dataset", "array"], ids=["loader", "iterator", "dataset", "array"]
-)
+@pytest.mark.parametrize("what", ["loader", "iterator", "dataset"])
 def test_what_is_no_sample(what: str) -> None:
-    """A loader, its iterator and a dataset are near misses: the message says to take a batch of them."""
+    """Near misses: the message says to take a batch, and the iterator is not advanced."""
     dataset = TensorDataset(*examples())
     loader = DataLoader(dataset, batch_size=64)
-    given = {"loader": loader, "iterator": iter(loader), "dataset": dataset, "array": examples()[0].numpy()}[
-        what
-    ]
-    remedy = "torch" if what == "array" else r"next\(iter\("
-    with pytest.raises(SampleError, match=remedy):
+    given = {"loader": loader, "iterator": iter(loader), "dataset": dataset}[what]
+    with pytest.raises(SampleError, match=r"next\("):
         recoup.fit(Classifier(), given, budget="1GiB", loss=nn.CrossEntropyLoss())
     if what == "iterator":
         assert len(list(given)) == 2
@@ -297,7 +292,7 @@ def test_what_is_no_sample(what: str) -> None:
 def test_no_labels_among_the_keyword_arguments() -> None:
     batch = tokens()
     del batch["labels"]
-    with pytest.raises(LossError, match="loss=.*labels"):
+    with pytest.raises(LossError, match=r"loss=.*labels"):
         recoup.fit(gpt2(), batch, budget="1GiB")
 
 
@@ -373,7 +368,7 @@ def test_a_meta_model_says_to_name_the_hardware() -> None:
 def test_lazy_modules_are_to_be_run_once() -> None:
     model = nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.LazyLinear(10))
     x, y = examples()
-    with pytest.raises(SampleError, match="(?i)lazy.*once"):
+    with pytest.raises(SampleError, match=r"(?i)lazy.*once"):
         recoup.fit(model, (x, y), budget="1GiB", loss=nn.CrossEntropyLoss())
     model(x)
     recoup.fit(model, (x, y), budget="1GiB", loss=nn.CrossEntropyLoss())

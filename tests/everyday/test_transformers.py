@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,9 @@ def fit_tokens(model: nn.Module, **options: Any) -> recoup.Fitted:
 
 
 @pytest.fixture
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Trainer's default output folder is in the present one."""
     monkeypatch.chdir(tmp_path)
-    yield
 
 
 # The Trainer
