@@ -503,6 +503,10 @@ def test_everything_is_as_before(name: str) -> None:
     before = seen_of(script)
     profile = recoup.measure(script.model, step=script.step, optimizer=script.optimizer)
     budget = int(0.9 * profile.plain_bytes)
+    if name == "LBFGS":  # its history is not predicted: the refusal names what a real step took
+        with pytest.raises(recoup.errors.BudgetError, match="smallest feasible") as caught:
+            recoup.fit(script.model, step=script.step, budget=budget)
+        budget = caught.value.smallest_bytes
     fitted = recoup.fit(script.model, step=script.step, budget=budget, optimizer=script.optimizer)
     assert is_applied(script.model)
     assert fitted.verification.gradients == "bit-equal"

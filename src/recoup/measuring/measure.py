@@ -354,8 +354,8 @@ class _Measurement:
             if call.name != self.called.get(call.index):
                 raise _unsteady(f"{call.name!r} was called in the place of {self.called.get(call.index)!r}")
             if call.index in indices:
-                with undone(call):
-                    at_call(call)
+                with undone(call) as repeatable:
+                    at_call(repeatable)
 
         self.put_back_random_state()
         seconds = time_code(self.step, self.units, self.meter, check)

@@ -85,7 +85,7 @@ def preserving(
         for parameter in parameters:
             exits.callback(held_gradient(parameter))
         values = HeldValues()
-        exits.callback(values.hold(list(model.buffers())))
+        exits.callback(values.hold([list(one.buffers()) for one in models]))
         if everything:
             exits.callback(values.hold([list(model.parameters()), optimizers]))
         if writes is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from recoup.measuring.named import named_objects
 from recoup.measuring.notes import Notes
@@ -14,8 +15,10 @@ __all__ = ["undone"]
 
 
 @contextmanager
-def undone(call: UnitCall) -> Iterator[None]:
+def undone(call: UnitCall) -> Iterator[UnitCall]:
     """Puts back what runs of a call change outside of tensors, also if the block raises.
+
+    Yields the call such that each run of it on fresh arguments begins from there.
 
     Back are: attributes of the unit's modules, objects that it is given, lists and dicts that hooks of modules inside
     it fill (also by way of a context variable), and the random state.
@@ -28,7 +31,7 @@ def undone(call: UnitCall) -> Iterator[None]:
         notes.add_object(name, value)
     put_back_random_state = held_random_state()
     try:
-        yield
+        yield replace(call, reset=notes.put_back)
     finally:
         put_back_random_state()
         notes.put_back()
