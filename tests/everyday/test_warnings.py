@@ -105,6 +105,19 @@ def test_training_in_the_mode_that_was_not_measured() -> None:
     assert "train mode" in heard.messages[1]
 
 
+def test_a_backward_in_eval_mode() -> None:
+    """Saliency and attacks on inputs: the plan is for train mode, so the plain step's memory is needed."""
+    model, (x, _) = fitted(), examples()
+    model.eval()
+    with Heard() as heard:
+        for _ in range(2):
+            inputs = x.clone().requires_grad_()
+            torch.autograd.grad(model(inputs).sum(), inputs)
+    assert len(heard.messages) == 1
+    assert "eval mode" in heard.messages[0]
+    assert_one_sentence(heard.messages[0])
+
+
 # Larger inputs
 
 
