@@ -166,3 +166,12 @@ def loss_of_tokens(model: nn.Module, batch: Any) -> Tensor:
 def loss_of_examples(model: nn.Module, batch: Any) -> Tensor:
     features, classes = batch
     return nn.functional.cross_entropy(model(features), classes)
+
+
+def budget_for(model: nn.Module, batch: Any, optimizer: Any = None, *, share: float = 0.8) -> int:
+    """A share of what two plain steps of a copy peak at."""
+    loss_of = loss_of_tokens if hasattr(batch, "keys") else loss_of_examples
+    copied, stepped = copy.deepcopy((model, optimizer))
+    stepped = stepped or torch.optim.SGD(copied.parameters(), lr=0.0)
+    with torch.random.fork_rng(devices=[]):
+        return int(share * peak_bytes(lambda: train(copied, stepped, [batch] * 2, loss_of), copied, batch))

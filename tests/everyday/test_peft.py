@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from everyday.subjects import assert_same, gpt2, llama, loss_of_tokens, peak_bytes, state_of, tokens, train
+from everyday.subjects import (
+    assert_same,
+    budget_for,
+    gpt2,
+    llama,
+    loss_of_tokens,
+    peak_bytes,
+    state_of,
+    tokens,
+    train,
+)
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, TaskType, get_peft_model
 from torch import nn
 
@@ -31,13 +41,13 @@ def run(make: Callable[[], Any], fit_when: str | None) -> tuple[list[float], lis
     batches = [tokens() for _ in range(3)]
     budget = 0
     if fit_when == "before":
-        budget = int(0.8 * recoup.measure(model, batches[0]).plain_bytes)
+        budget = budget_for(model, batches[0])
         recoup.fit(model, batches[0], budget=budget)
     torch.manual_seed(1)
     model = lora(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if fit_when == "after":
-        budget = int(0.8 * recoup.measure(model, batches[0], optimizer=optimizer).plain_bytes)
+        budget = budget_for(model, batches[0], optimizer)
         fitted = recoup.fit(model, batches[0], budget=budget, optimizer=optimizer)
         assert fitted.verification.gradients == "bit-equal"
         assert not optimizer.state
@@ -77,7 +87,7 @@ def test_inputs_that_need_gradients() -> None:
         model, batch = lora(gpt2()), tokens()
         model.enable_input_require_grads()
         if is_fitted:
-            recoup.fit(model, batch, budget=int(0.8 * recoup.measure(model, batch).plain_bytes))
+            recoup.fit(model, batch, budget=budget_for(model, batch))
             assert is_applied(model)
         return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), [batch] * 2, loss_of_tokens)
 
@@ -87,7 +97,7 @@ def test_inputs_that_need_gradients() -> None:
 def test_generate_merge_and_save_after_fit(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batch = lora(gpt2()), tokens()
-    recoup.fit(model, batch, budget=int(0.8 * recoup.measure(model, batch).plain_bytes))
+    recoup.fit(model, batch, budget=budget_for(model, batch))
     train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), [batch] * 2, loss_of_tokens)
     model.save_pretrained(tmp_path / "adapter")
     model.eval()
@@ -108,7 +118,7 @@ def test_adapters_switched_off_inside_a_fitted_step() -> None:
         model, batch = lora(gpt2()), tokens()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if is_fitted:
-            recoup.fit(model, batch, budget=int(0.8 * recoup.measure(model, batch).plain_bytes))
+            recoup.fit(model, batch, budget=budget_for(model, batch))
         losses = []
         torch.manual_seed(1)
         for _ in range(2):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from everyday.subjects import (
     assert_same,
+    budget_for,
     gpt2,
     llama,
     loss_of_tokens,
@@ -60,7 +61,7 @@ def fit_tokens(model: nn.Module, **options: Any) -> recoup.Fitted:
     """Fits in 0.8 of the plain step's peak."""
     with torch.random.fork_rng(devices=[]):
         batch = tokens()
-    budget = int(0.8 * recoup.measure(model, batch, **options).plain_bytes)
+    budget = budget_for(model, batch, options.get("optimizer"))
     fitted = recoup.fit(model, batch, budget=budget, **options)
     assert is_applied(model)
     return fitted
@@ -91,9 +92,9 @@ def run_trainer(*, is_fitted: bool, make: Any = gpt2) -> tuple[float, dict[str, 
 @pytest.mark.usefixtures("_in_a_folder")
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_trainer_with_default_arguments(make: Any) -> None:
-    """Twice in one process, fitted and not: the same losses and weights, and the peak under the budget."""
+    """Fitted, twice in one process, and not: the same losses and weights, and the peak under the budget."""
     loss, weights, plain_bytes, _ = run_trainer(is_fitted=False, make=make)
-    for _ in range(2):
+    for _ in range(2 if make is gpt2 else 1):
         fitted_loss, fitted_weights, peak, budget = run_trainer(is_fitted=True, make=make)
         assert fitted_loss == loss
         assert_same(fitted_weights, weights)
@@ -126,10 +127,9 @@ def test_the_same_fitted_model_trained_twice() -> None:
     [
         {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
         {"bf16": True, "use_cpu": True},
-        {"label_smoothing_factor": 0.1},
         {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True},
     ],
-    ids=["accumulation", "bf16", "label smoothing", "evaluation"],
+    ids=["accumulation", "bf16", "evaluation"],
 )
 def test_trainer_with_arguments(arguments: dict[str, Any]) -> None:
     def run(is_fitted: bool) -> list[Any]:
@@ -200,8 +200,7 @@ def test_from_pretrained_is_in_eval_mode_and_that_is_said(saved: Path) -> None:
         recoup.fit(model, batch, budget="1GiB")
     assert len(caught) == 1
     model.train()
-    plain_bytes = recoup.measure(model, batch).plain_bytes
-    recoup.fit(model, batch, budget=int(0.8 * plain_bytes))
+    recoup.fit(model, batch, budget=budget_for(model, batch))
 
 
 def test_the_five_lines_of_the_readme(saved: Path) -> None:
@@ -214,8 +213,7 @@ def test_the_five_lines_of_the_readme(saved: Path) -> None:
         batches = [tokens() for _ in range(3)]
         budget = 0
         if is_fitted:
-            plain_bytes = recoup.measure(model, batches[0], optimizer=optimizer).plain_bytes
-            budget = int(0.8 * plain_bytes)
+            budget = budget_for(model, batches[0], optimizer)
             recoup.fit(model, batches[0], budget=budget, optimizer=optimizer)
         losses: list[float] = []
         peak = peak_bytes(
@@ -247,8 +245,9 @@ def test_fitted_in_eval_mode_training_mode_afterwards_keeps_its_numbers(saved: P
 # generate
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "top_k": 5}])
+@pytest.mark.parametrize(
+    ("make", "options"), [(gpt2, {}), (llama, {"num_beams": 2}), (gpt2, {"do_sample": True, "top_k": 5})]
+)
 def test_generate_after_fit(make: Any, options: dict[str, Any]) -> None:
     model = make().eval()
     prompt = BatchEncoding(
@@ -315,8 +314,7 @@ def test_a_classifier_with_a_padding_collator() -> None:
     )
     model = BertForSequenceClassification(config).train()
     batch = {**tokens(), "labels": torch.randint(0, 3, (8,))}
-    plain_bytes = recoup.measure(model, batch).plain_bytes
-    fitted = recoup.fit(model, batch, budget=int(0.8 * plain_bytes))
+    fitted = recoup.fit(model, batch, budget=budget_for(model, batch))
     assert fitted.verification.gradients == "bit-equal"
 
 
@@ -326,8 +324,7 @@ def test_an_encoder_and_decoder() -> None:
     )
     model = T5ForConditionalGeneration(config).train()
     batch = tokens()
-    plain_bytes = recoup.measure(model, batch).plain_bytes
-    fitted = recoup.fit(model, batch, budget=int(0.85 * plain_bytes))
+    fitted = recoup.fit(model, batch, budget=budget_for(model, batch, share=0.85))
     assert fitted.verification.gradients == "bit-equal"
     out = model.eval().generate(batch["input_ids"], max_new_tokens=4)
     assert out.shape[0] == 8
@@ -356,9 +353,7 @@ def test_gradient_checkpointing_after_fit_is_said_once() -> None:
         return train(model, optimizer, [batch] * 3, loss_of_tokens)
 
     expected = run(is_fitted=False)
-    with pytest.warns(
-        RecoupWarning, match=r"gradient_checkpointing_disable\(\)|gradient checkpointing"
-    ) as caught:
+    with pytest.warns(RecoupWarning, match=r"gradient_checkpointing_disable\(\)") as caught:
         assert run(is_fitted=True) == expected
     assert len(caught) == 1
 
@@ -368,7 +363,7 @@ def test_gradient_checkpointing_by_the_trainer_s_argument() -> None:
     model = gpt2()
     fit_tokens(model)
     arguments = TrainingArguments(gradient_checkpointing=True, max_steps=2)
-    with pytest.warns(RecoupWarning, match="gradient checkpointing") as caught:
+    with pytest.warns(RecoupWarning, match=r"checkpoint.*gradient_checkpointing=False") as caught:
         Trainer(model=model, args=arguments, train_dataset=Texts()).train()
     assert len(caught) == 1
 
@@ -387,8 +382,7 @@ def test_a_collator_s_batch() -> None:
     batch = collate([{name: column[index] for name, column in rows.items()} for index in range(8)])
     assert isinstance(batch, BatchEncoding)
     model = gpt2()
-    budget = int(0.8 * recoup.measure(model, batch).plain_bytes)
-    assert recoup.fit(model, batch, budget=budget).verification.gradients == "bit-equal"
+    assert recoup.fit(model, batch, budget=budget_for(model, batch)).verification.gradients == "bit-equal"
 
 
 def test_embeddings_may_be_resized_after_fit_and_the_plan_stays_right() -> None:

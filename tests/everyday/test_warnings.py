@@ -10,6 +10,7 @@ import pytest
 import torch
 from everyday.subjects import (
     Classifier,
+    budget_for,
     examples,
     gpt2,
     loss_of_examples,
@@ -31,8 +32,7 @@ def fitted(model: nn.Module | None = None, **options: Any) -> nn.Module:
     model = Classifier() if model is None else model
     batch = examples()
     options.setdefault("loss", nn.CrossEntropyLoss())
-    budget = int(0.8 * recoup.measure(model, batch, **options).plain_bytes)
-    recoup.fit(model, batch, budget=budget, **options)
+    recoup.fit(model, batch, budget=budget_for(model, batch), verify=False, **options)
     assert is_applied(model)
     return model
 
@@ -105,6 +105,19 @@ def test_training_in_the_mode_that_was_not_measured() -> None:
     assert "train mode" in heard.messages[1]
 
 
+def test_a_backward_in_eval_mode() -> None:
+    """Saliency and attacks on inputs: the plan is for train mode, so the plain step's memory is needed."""
+    model, (x, _) = fitted(), examples()
+    model.eval()
+    with Heard() as heard:
+        for _ in range(2):
+            inputs = x.clone().requires_grad_()
+            torch.autograd.grad(model(inputs).sum(), inputs)
+    assert len(heard.messages) == 1
+    assert "eval mode" in heard.messages[0]
+    assert_one_sentence(heard.messages[0])
+
+
 # Larger inputs
 
 
@@ -121,7 +134,7 @@ def test_larger_inputs() -> None:
 
 def test_longer_sequences_as_keyword_arguments() -> None:
     model, batch = gpt2(), tokens(4, 16)
-    recoup.fit(model, batch, budget=int(0.8 * recoup.measure(model, batch).plain_bytes))
+    recoup.fit(model, batch, budget=budget_for(model, batch))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Heard() as heard:
         train(model, optimizer, [tokens(4, 16), tokens(8, 8), tokens(2, 32)], loss_of_tokens)
@@ -348,7 +361,7 @@ def test_a_plan_that_keeps_everything_needs_no_warning_about_memory() -> None:
 def test_the_report_says_what_was_switched_off_for_the_comparison() -> None:
     """transformers' caches of keys and values, which training would fill for nothing."""
     model, batch = gpt2(), tokens()
-    fitted = recoup.fit(model, batch, budget=int(0.8 * recoup.measure(model, batch).plain_bytes))
+    fitted = recoup.fit(model, batch, budget=budget_for(model, batch))
     assert "cache" in str(fitted)
     plain = Classifier()
     batch = examples()
