@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}: pip ins
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     result = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -42,7 +42,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    # Without --quiet, which hides warnings also from --strict.
     assert "WARNING" not in result.stdout + result.stderr
+    assert "Building documentation" in result.stderr
     return folder
 
 
@@ -97,6 +99,14 @@ def test_markdown_was_understood(site: Path) -> None:
             assert not re.search(r"^\s*([-*]|\d\.) \S", text, re.MULTILINE), (
                 f"{path.name}: {text.strip()[:80]}"
             )
+
+
+def test_doctests_of_the_reference_are_code(site: Path) -> None:
+    """A doctest that Markdown took for prose is a quote in a quote in a quote."""
+    for path in (site / "reference").glob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert "<blockquote>" not in text, path.name
+        assert ("&gt;&gt;&gt; " in text) == ('<div class="language-pycon highlight">' in text), path.name
 
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
