@@ -88,3 +88,10 @@ def test_the_frontier_shows_its_results(scripts: dict[str, ModuleType]) -> None:
         (low, start), (high, end) = points[0], points[-1]
         for value, where in points:
             assert where == pytest.approx(start + (end - start) * (value - low) / (high - low), abs=0.11)
+
+
+def test_the_report_is_a_small_picture() -> None:
+    picture = (DOCS / "report.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(picture[16:20], "big") == 1200
+    assert len(picture) < 200_000

@@ -82,7 +82,7 @@ class _Page(HTMLParser):
 def test_every_page_is_built(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(DOCS)).with_suffix(".html").exists(), page.name
-    for picture in DOCS.rglob("*.svg"):
+    for picture in [*DOCS.rglob("*.svg"), *DOCS.rglob("*.png")]:
         assert (site / picture.relative_to(DOCS)).exists(), picture.name
     assert not list(site.rglob("*.py"))
 
