@@ -84,5 +84,7 @@ def test_the_two_commands_exist() -> None:
 def test_every_extra_that_is_named_exists() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for extra in re.findall(r"""pip install ['"](?:\.|recoup)\[(\w+)\]""", page.read_text(encoding="utf-8")):
+        for extra in re.findall(
+            r"""pip install ['"](?:\.|recoup)\[(\w+)\]""", page.read_text(encoding="utf-8")
+        ):
             assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), f"{page.name}: {extra}"
