@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import recoup
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -36,3 +38,35 @@ def test_links_and_pictures_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_anchors_lead_to_headings() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if "://" in target:
+                continue
+            text = (page.parent / target if target else page).read_text(encoding="utf-8")
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            known = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+            }
+            assert anchor in known, f"{page.name}: {target}#{anchor}"
+
+
+def test_every_error_has_an_entry() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == recoup.errors.__all__
+
+
+def test_the_comparison_has_every_row_of_the_results() -> None:
+    """Budget, baseline, milliseconds and ratio: the page's table is the results' own."""
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks" / "results" / "llama_h200_202611.md").read_text(encoding="utf-8")
+    measured = re.findall(
+        r"^\| ([\d.]+) \| ([^|]+) \| ([\d.]+) \([\d.]+\) \| ([\d.]+) \([\d.]+\) \| ([\d.]+) \|",
+        results,
+        re.MULTILINE,
+    )
+    shown = re.findall(r"^\| ([\d.]+) \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert shown == measured
+    assert shown
