@@ -144,8 +144,8 @@ def largest_batch(
         budget_bytes = read_budget(budget, model, sample, hardware=known)
         if known is None:
             _make_room()
-            step = TrainingStep(model, sample, loss=loss)
-            return plan_to_fit(step, budget_bytes, optimizer=made, units=units, accumulates=accumulates)
+            step = TrainingStep(model, sample, loss=loss, optimizer=made)
+            return plan_to_fit(step, budget_bytes, units=units, accumulates=accumulates)
         profile = measure(
             model,
             sample,

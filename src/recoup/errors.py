@@ -34,7 +34,7 @@
 Each also derives from the built-in exception that a caller would expect (``ValueError``, ``LookupError``,
 ``RuntimeError``), so that code that knows nothing of recoup can catch it.
 
-What does no harm by itself, but is not what the user may expect, is a `RecoupWarning`: one sentence that says what to do.
+What does no harm by itself, but is not what the user may expect, is a `RecoupWarning`: a sentence that says what to do.
 """
 
 from __future__ import annotations

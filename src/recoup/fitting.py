@@ -6,18 +6,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
-import torch
 from torch import Tensor, nn
 
 from recoup.auditing import Audit, audit_step
 from recoup.engines import ModelPlan, apply, plan, remove
 from recoup.engines.verify import Verification, verify_step
-from recoup.errors import BudgetError, OverBudgetError, UnitError
+from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError, UnitError
 from recoup.measuring.budgets import read_budget
+from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import watch_calls
-from recoup.measuring.intercept import install, installed
-from recoup.measuring.measure import measure_step
+from recoup.measuring.intercept import install, installed, suspended
+from recoup.measuring.measure import Measured, measure_step
+from recoup.measuring.optimizers import Optimizers
 from recoup.measuring.profile import Profile
 from recoup.measuring.slices import find_module
 from recoup.measuring.steps import TrainingStep
@@ -74,11 +76,12 @@ def fit(
     sample: Any = None,
     *,
     budget: int | str,
-    loss: Callable[[Any], Tensor] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizers | None = None,
     step: Callable[[], Any] | None = None,
     units: Units | Iterable[Units] | None = None,
     accumulates: bool = False,
+    holds_output: bool | None = None,
     verify: bool = True,
     insist: bool = False,
 ) -> Fitted:
@@ -86,14 +89,20 @@ def fit(
 
     Args:
         model: what is trained, in the mode (train or eval) in which it will be.
-        sample: a tensor, a tuple of positional arguments or a dict of keyword arguments, as large as in training.
+        sample: as large as in training: a tensor for ``model(x)``, a tuple for ``model(*sample)``, a mapping for
+            ``model(**sample)``, or ``(inputs, targets)`` as a loader yields them, with a loss of two arguments.
         budget: bytes that the whole step may peak at: ``"8GiB"``, ``"80%"`` of the device, or ``"auto"``, what is free
             less a margin. It covers parameters, gradients, optimizer state, activations and transients.
-        loss: from the model's output to a scalar; unless given, the output's ``loss``, or the output itself.
-        optimizer: whose state counts, also before its first step.
-        step: a callable that runs a whole training step, for loops that are not ``loss(model(*sample))``.
+        loss: from the model's output, and the targets if it takes two arguments, to a scalar; unless given, the
+            output's ``loss``, or the output itself.
+        optimizer: whose state counts, also before its first step; a trainer's wrapper of one, or several in a list.
+        step: a callable that runs a whole training step, for loops that are not ``loss(model(*sample))``. Whatever it
+            changes is put back.
         units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
         accumulates: gradients are there when a step begins, because several backwards add up in them.
+        holds_output: whether the training loop still has the model's output when the backward runs, as with
+            ``output = model(x); loss_of(output).backward()``, or not, as with ``model(**batch).loss.backward()``.
+            Unless given, plans are made for a loop that has it and, only where that does not fit, for one that has not.
         verify: run a real step under the plan and compare it with the prediction, the budget and the plain step.
         insist: let units be replayed that the audit finds unsafe.
 
@@ -113,9 +122,12 @@ def fit(
     >>> fitted.verification.peak_bytes <= 1_400_000, fitted.verification.gradients
     (True, 'bit-equal')
     """
-    training = TrainingStep(model, sample, loss=loss, step=step)
-    fitting = _Fitting(training, optimizer, accumulates=accumulates, insist=insist)
-    chosen = fitting.plan(units, read_budget(budget, model, sample))
+    training = TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer)
+    budget_bytes = read_budget(budget, model, training.given)
+    if not model.training:
+        warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
+    fitting = _Fitting(training, accumulates=accumulates, holds_output=holds_output, insist=insist)
+    chosen = fitting.plan(units, budget_bytes)
     earlier = installed(model)
     try:
         apply(model, chosen)
@@ -135,8 +147,8 @@ def verify(
     plan: ModelPlan,
     sample: Any = None,
     *,
-    loss: Callable[[Any], Tensor] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizers | None = None,
     step: Callable[[], Any] | None = None,
 ) -> Verification:
     """Runs a real step of a model whose plan is applied: peak against budget, gradients against the plain step.
@@ -145,55 +157,71 @@ def verify(
         OverBudgetError: the peak passes the plan's budget.
         VerificationError: a gradient differs from the plain step's.
     """
-    return verify_step(TrainingStep(model, sample, loss=loss, step=step), plan, optimizer)
+    return verify_step(TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer), plan)
 
 
 def plan_to_fit(
-    step: TrainingStep,
-    budget_bytes: int,
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    units: Units | Iterable[Units] | None,
-    accumulates: bool,
+    step: TrainingStep, budget_bytes: int, *, units: Units | Iterable[Units] | None, accumulates: bool
 ) -> ModelPlan:
     """The plan that `fit` would apply, with what its audit finds unsafe kept.
 
     Raises:
         BudgetError: nothing fits.
     """
-    return _Fitting(step, optimizer, accumulates=accumulates, insist=False).plan(units, budget_bytes)
+    fitting = _Fitting(step, accumulates=accumulates, holds_output=None, insist=False)
+    return fitting.plan(units, budget_bytes)
+
+
+_EVAL_MODE = (
+    "The model is in eval mode, as from_pretrained() leaves it, and the plan will hold in eval mode only: call"
+    " model.train() before fit() if it is trained in train mode."
+)
 
 
 class _Fitting:
     """One fit: what is learned on the way."""
 
     def __init__(
-        self, step: TrainingStep, optimizer: torch.optim.Optimizer | None, *, accumulates: bool, insist: bool
+        self, step: TrainingStep, *, accumulates: bool, holds_output: bool | None, insist: bool
     ) -> None:
-        self.step, self.optimizer = step, optimizer
-        self.accumulates, self.insist = accumulates, insist
+        if holds_output is not None and step.step is not None:
+            raise SampleError(
+                "holds_output= goes with a sample: a step= callable shows by itself what it holds."
+            )
+        self.step = step
+        self.accumulates, self.holds_output, self.insist = accumulates, holds_output, insist
         self.audit = Audit(())
 
     def plan(self, units: Units | Iterable[Units] | None, budget_bytes: int) -> ModelPlan:
-        """Measures and plans; units that stand in the way of the budget are split into what they call."""
+        """Measures and plans; units that stand in the way of the budget are split into what they call.
+
+        Where that does not help, and nothing was said of the model's output, it is taken to be let go of.
+        """
         wanted = units
+        measured: list[Measured] = []
         smallest: BudgetError | None = None
         for _ in range(_MOST_SPLITS):
             try:
-                profile = self._measure(wanted)
+                measured.append(self._measure(wanted))
             except UnitError:
                 if smallest is None:
                     raise
                 break  # what the unit calls cannot be units
             note("planning", 0, 1)
+            profile = measured[-1].profile(self.holds_output is not False)
             try:
                 return plan(profile, budget_bytes)
             except BudgetError as error:
-                if smallest is None or error.smallest_bytes < smallest.smallest_bytes:
-                    smallest = error
+                smallest = _smaller(smallest, error)
                 wanted = self._split(profile, error.unit)
                 if wanted is None or units is not None:
                     break
+        if self.holds_output is None and self.step.step is None:
+            for found in measured:
+                try:
+                    return plan(found.profile(False), budget_bytes)
+                except BudgetError as error:
+                    smallest = _smaller(smallest, error)
         assert smallest is not None
         try:
             raise smallest
@@ -201,14 +229,8 @@ class _Fitting:
             # Its traceback leads to this frame, and from here to the model.
             smallest = None
 
-    def _measure(self, units: Units | Iterable[Units] | None) -> Profile:
-        return measure_step(
-            self.step,
-            optimizer=self.optimizer,
-            units=units,
-            accumulates=self.accumulates,
-            examine=self._examine,
-        )
+    def _measure(self, units: Units | Iterable[Units] | None) -> Measured:
+        return measure_step(self.step, units=units, accumulates=self.accumulates, examine=self._examine)
 
     def _examine(
         self, step: TrainingStep, units: Sequence[nn.Module], indices: Collection[int]
@@ -221,7 +243,8 @@ class _Fitting:
         found = [unit for unit in profile.units if unit.name == name]
         if not found or found[0].module is None:
             return None
-        root = watch_calls(self.step)
+        with suspended(self.step.model), without_caches(self.step.model), self.step.preserved():
+            root = watch_calls(self.step)
         names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
         alike = {unit.module for unit in profile.units if unit.kind == found[0].kind}
         units = {module: find_module(self.step.model, module) for module in names}
@@ -235,12 +258,16 @@ class _Fitting:
         peaks = []
         for _ in range(_MOST_ROUNDS):
             try:
-                return chosen, verify_step(self.step, chosen, self.optimizer)
+                return chosen, verify_step(self.step, chosen)
             except OverBudgetError as error:
                 peaks.append(error.peak_bytes)
             chosen = plan(_with_surprise(chosen, peaks[-1]), chosen.budget_bytes)
             apply(self.step.model, chosen)
         raise _missed(chosen, peaks)
+
+
+def _smaller(one: BudgetError | None, other: BudgetError) -> BudgetError:
+    return other if one is None or other.smallest_bytes < one.smallest_bytes else one
 
 
 def _missed(chosen: ModelPlan, peaks: Sequence[int]) -> BudgetError:

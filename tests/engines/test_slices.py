@@ -260,7 +260,7 @@ def test_units_are_compared_where_the_plain_step_does_not_fit(name: str) -> None
     low = recoup.minimum_budget(recoup.measure(model, x, loss=sequentials.loss))
     fitted = recoup.fit(model, x, budget=int(1.05 * low), loss=sequentials.loss)
     before = traces(model)
-    compare_units(TrainingStep(model, x, loss=sequentials.loss), fitted.plan, None)
+    compare_units(TrainingStep(model, x, loss=sequentials.loss), fitted.plan)
     assert traces(model) == before
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tally import Tally
 from torch import Tensor, nn
 
 import recoup
@@ -18,6 +19,7 @@ from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove
 from recoup.engines.verify import _ENOUGH_S, Verification
 from recoup.errors import BudgetError, OverBudgetError, VerificationError
 from recoup.measuring import MemoryTracker, Profile
+from recoup.measuring.measure import Measured
 from recoup.measuring.meter import CpuMeter, Timing
 from recoup.planning import Problem
 
@@ -240,14 +242,23 @@ def apply_forced(model: nn.Module, x: Tensor) -> ModelPlan:
 # Peaks
 
 
-def surprised(bytes_more: int) -> Callable[..., Profile]:
+class Surprised(Measured):
     """A measurement that misses bytes which are always there."""
 
-    def measure_step(*args: Any, **kwargs: Any) -> Profile:
-        profile = MEASURE(*args, **kwargs)
+    bytes_more = 0
+
+    def profile(self, holds_output: bool) -> Profile:
+        profile = super().profile(holds_output)
         problem = profile.problem
-        low = Problem(problem.units, resident_bytes=problem.resident_bytes - bytes_more)
+        low = Problem(problem.units, resident_bytes=problem.resident_bytes - self.bytes_more)
         return replace(profile, problem=low)
+
+
+def surprised(bytes_more: int) -> Callable[..., Measured]:
+    def measure_step(*args: Any, **kwargs: Any) -> Measured:
+        found = Surprised(**vars(MEASURE(*args, **kwargs)))
+        object.__setattr__(found, "bytes_more", bytes_more)
+        return found
 
     return measure_step
 
@@ -329,13 +340,13 @@ def test_verify_alone_refuses_a_peak_above_the_budget() -> None:
     model, x = chain()
     fitted = recoup.fit(model, x, budget=middle(model, x, loss=torch.sum), loss=torch.sum)
     small = replace(fitted.plan, budget_bytes=fitted.verification.peak_bytes - 1)
-    steps: list[int] = []
-    handle = model.register_forward_hook(lambda *_: steps.append(1))
+    steps = Tally()
+    handle = model.register_forward_hook(lambda *_: steps.add())
     with pytest.raises(OverBudgetError, match=r"A real step peaks at .*above the budget") as caught:
         recoup.verify(model, small, x, loss=torch.sum)
     handle.remove()
     assert caught.value.peak_bytes == fitted.verification.peak_bytes
-    assert len(steps) == 1  # neither timed nor compared
+    assert len(steps.take()) == 1  # neither timed nor compared
     remove(model)
     with pytest.raises(VerificationError, match="above the budget"):
         recoup.verify(model, fitted.plan, x, loss=torch.sum)

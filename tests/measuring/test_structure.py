@@ -60,7 +60,8 @@ def test_a_chain() -> None:
     # The sum, 4 bytes; in its backward, its gradient, which takes nothing to expand.
     assert structure.tail.code.transient_bytes == structure.tail.code.backward_bytes == 4
     assert structure.tail.code.gives_gradients == dict.fromkeys(b.outputs, 4)
-    assert sizes(structure.tail.output) == [4, 4]
+    assert sizes(structure.tail.loss) == [4, 4]
+    assert structure.tail.output == {}
     assert not structure.accumulates
 
 

@@ -13,7 +13,6 @@ from recoup.auditing.findings import Audit, Finding
 from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import watch_calls
 from recoup.measuring.intercept import suspended
-from recoup.measuring.preserve import preserving
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall, stream
 from recoup.measuring.units import Units, choose_units, find_units
@@ -25,7 +24,7 @@ def audit(
     model: nn.Module,
     sample: Any = None,
     *,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
     step: Callable[[], Any] | None = None,
     units: Units | Iterable[Units] | None = None,
 ) -> Audit:
@@ -81,7 +80,7 @@ def _untouched(step: TrainingStep) -> Iterator[None]:
     with (
         suspended(step.model),
         without_caches(step.model),
-        preserving(step.model, everything=step.changes_parameters),
+        step.preserved(),
     ):
         yield
 

@@ -15,7 +15,6 @@ from recoup.measuring.anchor import gradients_from, seeded
 from recoup.measuring.caches import without_caches
 from recoup.measuring.intercept import intercepted, suspended
 from recoup.measuring.options import KEEP, InnerForward, Recipe, run_recipe
-from recoup.measuring.preserve import preserving
 from recoup.measuring.slices import find_module
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import UnitCall, stream
@@ -25,7 +24,7 @@ from recoup.measuring.undo import undone
 __all__ = ["compare_units"]
 
 
-def compare_units(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> None:
+def compare_units(step: TrainingStep, plan: ModelPlan) -> None:
     """Streams the step and compares each unit's outputs and gradients, kept and as the plan says.
 
     Raises:
@@ -39,7 +38,7 @@ def compare_units(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Op
     with (
         suspended(step.model),
         without_caches(step.model),
-        preserving(step.model, optimizer, everything=step.changes_parameters),
+        step.preserved(),
         intercepted({module: InnerForward(module) for module in inner}),
     ):
         stream(step, units, _Comparer(recipes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -21,7 +20,6 @@ from recoup.errors import OverBudgetError, VerificationError
 from recoup.measuring.caches import without_caches
 from recoup.measuring.intercept import suspended
 from recoup.measuring.meter import Meter, device_of, make_meter
-from recoup.measuring.preserve import preserving
 from recoup.measuring.steps import TrainingStep
 from recoup.progress import note
 from recoup.sizes import format_bytes
@@ -72,14 +70,14 @@ class _Run:
     timeline: Points
 
 
-def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> Verification:
+def verify_step(step: TrainingStep, plan: ModelPlan) -> Verification:
     """Runs the step as the model stands, with its plan applied; and plainly, where that fits.
 
     Raises:
         OverBudgetError: its peak passes the plan's budget. Nothing else is looked at then.
         VerificationError: a gradient differs from the plain step's, though plain steps agree with each other.
     """
-    verifier = _Verifier(step, plan, optimizer)
+    verifier = _Verifier(step, plan)
     note("verifying", 0, 2)
     fitted = verifier.run(most_bytes=plan.budget_bytes)
     note("verifying", 1, 2)
@@ -91,7 +89,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Opti
         except torch.OutOfMemoryError:
             plain = None
     if plain is None:
-        compare_units(step, plan, optimizer)
+        compare_units(step, plan)
         return Verification(
             fitted.peak_bytes,
             fitted.seconds,
@@ -113,9 +111,9 @@ def verify_step(step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Opti
 
 
 class _Verifier:
-    def __init__(self, step: TrainingStep, plan: ModelPlan, optimizer: torch.optim.Optimizer | None) -> None:
-        self.step, self.plan, self.optimizer = step, plan, optimizer
-        self.device = device_of(step.model, step.sample)
+    def __init__(self, step: TrainingStep, plan: ModelPlan) -> None:
+        self.step, self.plan = step, plan
+        self.device = device_of(step.model, step.given)
         self.meter: Meter = make_meter(self.device)
         self.residents = plan.profile.residents
         self.accumulates = plan.profile.accumulates
@@ -123,9 +121,6 @@ class _Verifier:
     def plain_fits(self) -> bool:
         """Whether the device has room for the plain step beside what lives already."""
         return self.plan.profile.plain_bytes - self.residents.total_bytes < self.meter.free_bytes()
-
-    def _preserving(self) -> Any:
-        return preserving(self.step.model, self.optimizer, everything=self.step.changes_parameters)
 
     def run(self, most_bytes: int | None = None) -> _Run:
         """Peak, seconds and gradients of the step as the model stands.
@@ -141,7 +136,7 @@ class _Verifier:
         times: list[float] = []
         enough_s = _ENOUGH_S[self.device.type]
         while len(times) < _MOST_REPEATS and sum(times) < enough_s:
-            with self._preserving():
+            with self.step.preserved():
                 self._prepare()
                 timing = self.meter.time_step(self._step)
             times.append(timing.device_s)
@@ -153,7 +148,7 @@ class _Verifier:
 
     def _record(self) -> tuple[Recording, int]:
         """A step, and the bytes that lived before it."""
-        with self._preserving():
+        with self.step.preserved(), self.step.finding_writes():
             self._settle()
             torch.clear_autocast_cache()
             with self.meter.watching():
@@ -169,7 +164,7 @@ class _Verifier:
 
     def _prints(self) -> Prints:
         found: Prints = {}
-        with self._preserving():
+        with self.step.preserved():
             self._prepare()
             self._step()
             for name, parameter in self.step.model.named_parameters():
@@ -197,6 +192,8 @@ class _Verifier:
             self.step.step()
             return
         output, loss = self.step.forward()
+        if not self.plan.profile.holds_output:
+            output = None
         loss.backward()
         del output
 

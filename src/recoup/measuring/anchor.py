@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import grad as run_grad
 
 from recoup.measuring.trees import map_tensors, needing_gradient, tensors_in
 
@@ -98,4 +99,4 @@ def seeded(
 
 def gradients_from(seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """Runs the backward from seeds."""
-    return torch.autograd.grad(seeds, inputs, [torch.empty(0) for _ in seeds], allow_unused=True)
+    return run_grad(seeds, inputs, [torch.empty(0) for _ in seeds], allow_unused=True)

@@ -74,18 +74,27 @@ def watch_calls(step: TrainingStep) -> ModuleCall:
             return _watch_calls(step)
     except torch.OutOfMemoryError:
         raise
-    except Exception:
+    except Exception as first:
         try:
             return _watch_calls(step)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception as second:
+            # The first is the real one, unless it only says that there is no graph.
+            error = second if _NO_GRAPH in str(first) else first
             raise step.refusal(error) from error
+
+
+_NO_GRAPH = "does not require grad"
 
 
 def _watch_calls(step: TrainingStep) -> ModuleCall:
     root = ModuleCall("", step.model)
-    with MemoryTracker() as memory, _calls_noted(root, module_names(step.model), memory):
+    with (
+        step.finding_writes(),
+        MemoryTracker() as memory,
+        _calls_noted(root, module_names(step.model), memory),
+    ):
         step.run_unchecked()
     outer = [call for call in root.inside if call.module is step.model]
     if len(root.inside) == 1 and outer:

@@ -68,6 +68,7 @@ class StepCosts:
         residents: what lives all the time.
         accumulates: whether gradients are there when a step begins.
         once: the calls that cannot be replayed, not even as part of a segment.
+        holds_output: whether the caller holds the model's output through the backward.
     """
 
     structure: Structure
@@ -76,3 +77,10 @@ class StepCosts:
     residents: Residents
     accumulates: bool
     once: frozenset[int] = frozenset()
+    holds_output: bool = True
+
+    @property
+    def caller_holds(self) -> dict[int, int]:
+        """Bytes of the storages that the caller holds through the backward."""
+        tail = self.structure.tail
+        return tail.loss | (tail.output if self.holds_output else {})

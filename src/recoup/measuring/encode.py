@@ -16,7 +16,8 @@ NOTE [ Values between units ]
        one, that is added in place, unless the first is a view of something larger: then their sum is made beside
        both, when that backward has let go of what it held.
     5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen.
-    6. What the model's output holds on to lives through the whole backward, and through the replays in it.
+    6. What the caller holds, the loss and perhaps the model's output, lives through the whole backward, and through
+       the replays in it.
     7. The planner takes the gradients of a position's output and input to live together, through its whole
        backward. Where a unit is measured to need less than the two of them, its transient is below 0.
 """
@@ -123,7 +124,7 @@ def positions_of(costs: StepCosts) -> list[Position]:
         Position("loss", None, None, tail.code, costs.code_seconds[-1], is_tail=True, runs_once=True)
     )
     _find_producers(found)
-    _settle_values(found, kept=tail.output.keys())
+    _settle_values(found, kept=costs.caller_holds.keys())
     _let_go(costs, found)
     return found
 
@@ -199,7 +200,7 @@ def _let_go(costs: StepCosts, positions: list[Position]) -> None:
     Not with the backward of its first reader: a segment that is replayed holds it for all of its units.
     """
     for producer, following in pairwise(positions):
-        kept = costs.structure.tail.output.keys() | _held_by_itself(costs, producer)
+        kept = costs.caller_holds.keys() | _held_by_itself(costs, producer)
         gone_bytes = sum(size for value, size in producer.held.items() if value not in kept)
         following.gone_bytes += gone_bytes
         producer.back_bytes += gone_bytes
@@ -286,7 +287,7 @@ def _find_user_bytes(positions: list[Position]) -> None:
 def _find_kept_outputs(costs: StepCosts, positions: list[Position]) -> None:
     """NOTE [ Values between units ], 6: what the output holds on to, where the planner takes it to be free."""
     last = len(positions) - 1
-    for value, size in costs.structure.tail.output.items():
+    for value, size in costs.caller_holds.items():
         makers = [index for index, position in enumerate(positions) if value in position.made]
         until = last
         if makers:

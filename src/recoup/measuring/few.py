@@ -13,7 +13,7 @@ NOTE [ A few of many ]
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from recoup.measuring.storages import tensors
 
-__all__ = ["own_attributes", "rehearse_few"]
+__all__ = ["copy_with", "own_attributes", "rehearse_few"]
 
 Rehearse = Callable[[Optimizer], tuple[dict[Tensor, int], int] | None]
 """Takes two steps; returns the bytes of state of each parameter, and what a step needs for a moment.
@@ -70,6 +70,17 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in vars(optimizer).items()
         if not name.startswith("_optimizer_") and not callable(getattr(type(optimizer), name, None))
     }
+
+
+def copy_with(optimizer: Optimizer, attributes: dict[str, Any]) -> Optimizer:
+    """Another optimizer of the same class. Not by way of `Optimizer.__setstate__`, which patches the class itself."""
+    made: Optimizer = object.__new__(type(optimizer))
+    hooks: dict[str, Any] = {
+        name: OrderedDict() for name in vars(optimizer) if name.startswith("_optimizer_")
+    }
+    made.__dict__.update(hooks | attributes)
+    made.defaults.setdefault("differentiable", False)
+    return made
 
 
 class _Kinds:
@@ -122,6 +133,4 @@ class _Kinds:
         emptied = [{**group, "params": []}]
         attributes = copy.deepcopy({**own_attributes(self.original), "param_groups": emptied})
         attributes["param_groups"][0]["params"] = parameters
-        few: Optimizer = object.__new__(type(self.original))
-        Optimizer.__setstate__(few, attributes)
-        return few
+        return copy_with(self.original, attributes)

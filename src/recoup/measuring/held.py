@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recoup.measuring.storages import num_owners, plain_tensors
 
-__all__ = ["HeldValues", "held_gradient"]
+__all__ = ["HeldStorage", "HeldValues", "held_gradient"]
 
 # The tensor itself, and the Python object of its storage.
 _NUM_OWNERS_OF_OWN_STORAGE = 2
@@ -37,7 +37,7 @@ class HeldValues:
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, _HeldStorage] = {}
+        self._storages: dict[int, HeldStorage] = {}
         self._restores: dict[int, Callable[[], Any]] = {}
 
     def hold(self, value: Any) -> Callable[[], Any]:
@@ -99,11 +99,13 @@ class HeldValues:
         if storage.device.type == "meta":
             return lambda: tensor
         if id(storage) not in self._storages:
-            self._storages[id(storage)] = _HeldStorage(storage)
+            self._storages[id(storage)] = HeldStorage(storage)
         return _HeldTensor(tensor, self._storages[id(storage)]).restore
 
 
-class _HeldStorage:
+class HeldStorage:
+    """A host copy of a storage, and the way back into it, or into a new one if it is gone."""
+
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = weakref.ref(storage)
         self._device = storage.device
@@ -111,6 +113,7 @@ class _HeldStorage:
         self._restored: torch.UntypedStorage | None = None
 
     def restore(self) -> torch.UntypedStorage:
+        """Puts the values back, once."""
         if self._restored is None:
             storage = self._storage()
             if storage is None:
@@ -121,7 +124,7 @@ class _HeldStorage:
 
 
 class _HeldTensor:
-    def __init__(self, tensor: Tensor, storage: _HeldStorage) -> None:
+    def __init__(self, tensor: Tensor, storage: HeldStorage) -> None:
         self._tensor = weakref.ref(tensor)
         self._storage = storage
         self._dtype = tensor.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from recoup.measuring.isolate import (
     time_call,
 )
 from recoup.measuring.meter import Meter, Timing, device_of, make_meter
-from recoup.measuring.optimizer import OptimizerCost, optimizer_cost
+from recoup.measuring.optimizer import OptimizerCost, joint_cost, optimizer_cost, state_bytes_of
+from recoup.measuring.optimizers import Optimizers
 from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.pace import USUAL_PACE, Pace, find_pace, time_plain_step
-from recoup.measuring.preserve import held_random_state, preserving
+from recoup.measuring.preserve import held_random_state
 from recoup.measuring.profile import Profile, ProfiledUnit
 from recoup.measuring.recipes import useful_recipes
 from recoup.measuring.slices import unit_names
@@ -42,7 +44,7 @@ from recoup.measuring.undo import undone
 from recoup.measuring.units import Units, children_of, choose_units, find_units, split_units
 from recoup.progress import note
 
-__all__ = ["measure", "measure_step"]
+__all__ = ["Measured", "measure", "measure_step"]
 
 _NUM_PASSES = 5
 
@@ -51,11 +53,12 @@ def measure(
     model: nn.Module,
     sample: Any = None,
     *,
-    loss: Callable[[Any], Tensor] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizers | None = None,
     step: Callable[[], Any] | None = None,
     units: Units | Iterable[Units] | None = None,
     accumulates: bool = False,
+    holds_output: bool = True,
     unsafe: Mapping[str, str] | None = None,
     hardware: Hardware | str | Path | None = None,
     ranks: int = 1,
@@ -70,12 +73,16 @@ def measure(
 
     Args:
         model: what is trained, in the mode (train or eval) in which it will be.
-        sample: a tensor, a tuple of positional arguments or a dict of keyword arguments.
-        loss: from the model's output to a scalar; unless given, the output's ``loss``, or the output itself.
-        optimizer: whose state counts, also before its first step.
+        sample: a tensor, a tuple of positional arguments, a dict of keyword arguments, or ``(inputs, targets)`` with a
+            loss of two arguments.
+        loss: from the model's output, and the targets if it takes two arguments, to a scalar; unless given, the
+            output's ``loss``, or the output itself.
+        optimizer: whose state counts, also before its first step; or several.
         step: a callable that runs a whole training step, instead of sample and loss.
         units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
         accumulates: gradients are there when a step begins, because several backwards add up in them.
+        holds_output: whether the training loop holds the model's output through the backward, as
+            ``output = model(x); loss_of(output).backward()`` does and ``model(x).loss.backward()`` does not.
         unsafe: by unit name, why it must be kept whatever the budget.
         hardware: a GPU's name such as ``"H200"``, a file written by ``recoup hardware``, or figures of your own.
         ranks: with ``hardware``, over how many of them parameters, gradients and optimizer state are divided. The
@@ -99,7 +106,7 @@ def measure(
     >>> profile.device, profile.residents.parameter_bytes // 2**30, profile.seconds_are_estimates
     ('H200 (estimated)', 16, True)
     """
-    training = TrainingStep(model, sample, loss=loss, step=step)
+    training = TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer)
 
     def examine(
         step: TrainingStep, units: Sequence[nn.Module], indices: Collection[int]
@@ -108,20 +115,14 @@ def measure(
 
     check_ranks(ranks)
     if hardware is not None:
-        return _estimate_step(
-            training,
-            find_hardware(hardware),
-            ranks,
-            optimizer,
-            units,
-            accumulates=accumulates,
-            examine=examine,
-        )
+        found = find_hardware(hardware)
+        measured = _estimate_step(training, found, units, accumulates=accumulates, examine=examine)
+        return sharded(measured.profile(holds_output), model, ranks)
     if ranks > 1:
         raise SampleError(
             f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
-    return measure_step(training, optimizer=optimizer, units=units, accumulates=accumulates, examine=examine)
+    return measure_step(training, units=units, accumulates=accumulates, examine=examine).profile(holds_output)
 
 
 Examine = Callable[[TrainingStep, Sequence[nn.Module], Collection[int]], Mapping[str, str]]
@@ -129,43 +130,29 @@ Examine = Callable[[TrainingStep, Sequence[nn.Module], Collection[int]], Mapping
 
 
 def measure_step(
-    step: TrainingStep,
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    units: Units | Iterable[Units] | None,
-    accumulates: bool,
-    examine: Examine,
-) -> Profile:
+    step: TrainingStep, *, units: Units | Iterable[Units] | None, accumulates: bool, examine: Examine
+) -> Measured:
     """`measure` for a step that is already put together."""
-    with (
-        suspended(step.model),
-        without_caches(step.model),
-        preserving(step.model, optimizer, everything=step.changes_parameters),
-    ):
-        cost = None if optimizer is None else optimizer_cost(optimizer)
-        meter = make_meter(device_of(step.model, step.sample))
+    meter = make_meter(device_of(step.model, step.given))
+    with suspended(step.model), without_caches(step.model), step.preserved():
+        cost = joint_cost(map(optimizer_cost, step.optimizers))
         return _Measurement(step, cost, meter).run(units, accumulates, examine)
 
 
 def _estimate_step(
     step: TrainingStep,
     hardware: Hardware,
-    ranks: int,
-    optimizer: torch.optim.Optimizer | None,
     units: Units | Iterable[Units] | None,
     *,
     accumulates: bool,
     examine: Examine,
-) -> Profile:
+) -> Measured:
     """The same on fake tensors. The model is copied, so nothing needs to be put back."""
-    cost = None
-    if optimizer is not None:
-        device_type = hardware.device_type if hardware.device_type != "cpu" else None
-        cost = optimizer_cost(optimizer, device_type=device_type)
+    device_type = hardware.device_type if hardware.device_type != "cpu" else None
+    cost = joint_cost(optimizer_cost(optimizer, device_type=device_type) for optimizer in step.optimizers)
     with faked(step, hardware) as (fake, meter), suspended(fake.model), without_caches(fake.model):
         wanted = _in_copy(units, step.model, fake.model)
-        profile = _Measurement(fake, cost, meter).run(wanted, accumulates, examine)
-        return sharded(profile, fake.model, ranks)
+        return _Measurement(fake, cost, meter).run(wanted, accumulates, examine)
 
 
 def _in_copy(
@@ -185,12 +172,12 @@ def _in_copy(
 class _Measurement:
     """One measurement, pass by pass."""
 
-    def __init__(self, step: TrainingStep, optimizer: OptimizerCost | None, meter: Meter) -> None:
+    def __init__(self, step: TrainingStep, optimizer: OptimizerCost, meter: Meter) -> None:
         self.step, self.optimizer, self.meter = step, optimizer, meter
         # Layers that are left out at random are the same ones in each pass.
         self.put_back_random_state = held_random_state()
 
-    def run(self, wanted: Units | Iterable[Units] | None, accumulates: bool, examine: Examine) -> Profile:
+    def run(self, wanted: Units | Iterable[Units] | None, accumulates: bool, examine: Examine) -> Measured:
         note("measuring", 0, _NUM_PASSES)
         root = watch_calls(self.step)
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
@@ -247,7 +234,7 @@ class _Measurement:
                 if seen.name in unsafe or _is_stuck(recipes[seen.kind], measured_bytes[seen.kind])
             ),
         )
-        return self._profile(costs, unsafe)
+        return Measured(self.step.model, self.meter, costs, unsafe, unit_names(self.step.model, self.units))
 
     # Passes
 
@@ -421,29 +408,59 @@ class _Measurement:
     # Results
 
     def _residents(self, resident_bytes: int) -> Residents:
-        model = self.step.model
+        """What lives all the time.
+
+        Args:
+            resident_bytes: what lived before the measured pass, where the meter tells.
+        """
+        model, optimizer = self.step.model, self.optimizer
         parameters = storages_of([*model.parameters(), *model.buffers()])
-        sample = storages_of((self.step.args, self.step.kwargs))
-        state_bytes, missing_bytes, transient_bytes = 0, 0, 0
-        if self.optimizer is not None:
-            state_bytes, missing_bytes = self.optimizer.state_bytes, self.optimizer.missing_bytes
-            transient_bytes = self.optimizer.transient_bytes
         parameter_bytes = sum(parameters.values())
         if self.meter.sees_residents:
+            # Its state may be there by now, if the user's step has stepped it.
+            state_bytes = sum(map(state_bytes_of, self.step.optimizers))
             other_bytes = max(0, resident_bytes - parameter_bytes - state_bytes)
         else:
-            rounded_bytes = sum(rounded(size, self.meter) for size in (parameters | sample).values())
+            others = [
+                tensor for one in self.step.reached.modules for tensor in (*one.parameters(), *one.buffers())
+            ]
+            living = parameters | storages_of((self.step.given, others))
+            rounded_bytes = sum(rounded(size, self.meter) for size in living.values())
             other_bytes = rounded_bytes - parameter_bytes + self.meter.workspace_bytes
         return Residents(
-            parameter_bytes, state_bytes + missing_bytes, other_bytes, self._gradient_bytes(), transient_bytes
+            parameter_bytes,
+            optimizer.state_bytes + optimizer.missing_bytes,
+            other_bytes,
+            self._gradient_bytes(),
+            optimizer.transient_bytes,
         )
 
     def _gradient_bytes(self) -> int:
         parameters = set(self.step.model.parameters())
         return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
-    def _profile(self, costs: StepCosts, unsafe: Mapping[str, str]) -> Profile:
-        names = unit_names(self.step.model, self.units)
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured step, from which a profile can be made for either kind of training loop.
+
+    Attributes:
+        model: that was measured.
+        meter: by which.
+        costs: what was found.
+        unsafe: by unit name, why it must be kept.
+        names: of the units.
+    """
+
+    model: nn.Module
+    meter: Meter
+    costs: StepCosts
+    unsafe: Mapping[str, str]
+    names: Mapping[nn.Module, str]
+
+    def profile(self, holds_output: bool) -> Profile:
+        """The profile for a loop that holds the model's output through the backward, or does not."""
+        costs = replace(self.costs, holds_output=holds_output)
         kinds: dict[Any, int] = {}
         calls_of: dict[nn.Module, int] = {}
         units = []
@@ -457,11 +474,19 @@ class _Measurement:
             recipes = tuple(option.recipe for option in costs.options[position.call])
             units.append(
                 ProfiledUnit(
-                    position.name, names[module], number, kind, recipes, unsafe.get(position.name, "")
+                    position.name,
+                    self.names[module],
+                    number,
+                    kind,
+                    recipes,
+                    self.unsafe.get(position.name, ""),
+                    num_parts=len(list(module.children())),
                 )
             )
+        tail = costs.structure.tail
+        largest = sorted(tail.output, key=lambda number: tail.output[number], reverse=True)
         return Profile(
-            type(self.step.model).__name__,
+            type(self.model).__name__,
             self.meter.device_name,
             tuple(units),
             encode(costs),
@@ -469,6 +494,9 @@ class _Measurement:
             costs.accumulates,
             self.meter.is_estimate,
             device_bytes=self.meter.total_bytes(),
+            holds_output=holds_output,
+            output_bytes=sum(rounded(size, self.meter) for size in tail.output.values()),
+            output_names=", ".join(dict.fromkeys(tail.names[number] for number in largest[:3])),
         )
 
 

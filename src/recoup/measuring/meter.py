@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import grad as run_grad
 
 from recoup.errors import SampleError
 from recoup.measuring.tracker import MemoryTracker
@@ -231,7 +232,7 @@ class CudaMeter(Meter):
         """
         with torch.enable_grad():
             start = torch.empty(0, device=self.device, requires_grad=True)
-            torch.autograd.grad(start.view_as(start), start, torch.empty(0, device=self.device))
+            run_grad(start.view_as(start), start, torch.empty(0, device=self.device))
 
     def fill_queue(self, seconds: float = _QUEUE_S) -> None:
         torch.cuda._sleep(round(min(seconds, _MOST_QUEUE_S) * _CYCLES_PER_S))
@@ -328,6 +329,12 @@ def make_meter(device: torch.device) -> Meter:
         return CudaMeter(device)
     if device.type == "cpu":
         return CpuMeter()
+    if device.type == "meta":
+        raise SampleError(
+            "The model is on the meta device, where nothing can be run or measured. Estimate its step for some"
+            " hardware, as in recoup.measure(model, sample, hardware='H200'); to fit it, give it memory first with"
+            " model.to_empty(device=...) and load its weights."
+        )
     raise SampleError(f"recoup measures models on cpu and cuda; this one is on {device}.")
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recoup.measuring.optimizers import read_optimizers
 from recoup.measuring.rehearsal import rehearse_on_fakes, rehearse_on_samples
 from recoup.measuring.storages import plain_tensors, storages, tensors
 
-__all__ = ["OptimizerCost", "optimizer_cost"]
+__all__ = ["OptimizerCost", "joint_cost", "optimizer_cost", "state_bytes_of"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> O
     the step. `is_estimate` marks both. An optimizer with a growing history, such as L-BFGS, takes more than that.
 
     Args:
-        optimizer: to measure.
+        optimizer: to measure; it may be inside a trainer's wrapper.
         device_type: measure it as if its parameters were on such a device, which need not be there.
 
     Only the device counts: with parameters on an accelerator, step counters in host memory do not.
@@ -50,10 +51,11 @@ def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> O
     >>> optimizer_cost(torch.optim.SGD(layer.parameters(), momentum=0.9))
     OptimizerCost(state_bytes=0, missing_bytes=144, transient_bytes=0, is_estimate=False)
     """
-    parameters = list(dict.fromkeys(tensors([group["params"] for group in optimizer.param_groups])))
+    (optimizer,) = read_optimizers(optimizer)
+    parameters = _parameters(optimizer)
     devices = _budget_devices(parameters)
     rehearsed = None if device_type is None else torch.device(device_type, 0)
-    state_bytes = _state_bytes(optimizer, devices)
+    state_bytes = state_bytes_of(optimizer)
     # The step is anyone's code: whatever it raises means that it cannot be rehearsed in this way.
     try:
         return OptimizerCost(state_bytes, *rehearse_on_fakes(optimizer, devices, rehearsed))
@@ -74,7 +76,24 @@ def _budget_devices(parameters: Iterable[Tensor]) -> frozenset[torch.device]:
     return frozenset(device for device in devices if device.type != "cpu") or frozenset(devices)
 
 
-def _state_bytes(optimizer: Optimizer, devices: frozenset[torch.device]) -> int:
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return list(dict.fromkeys(tensors([group["params"] for group in optimizer.param_groups])))
+
+
+def joint_cost(costs: Iterable[OptimizerCost]) -> OptimizerCost:
+    """Of several optimizers, which step one after the other."""
+    found = list(costs)
+    return OptimizerCost(
+        sum(cost.state_bytes for cost in found),
+        sum(cost.missing_bytes for cost in found),
+        max((cost.transient_bytes for cost in found), default=0),
+        any(cost.is_estimate for cost in found),
+    )
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """What an optimizer's state takes now, on its parameters' device."""
+    devices = _budget_devices(_parameters(optimizer))
     held = {
         id(storage): storage.nbytes()
         for tensor in tensors(list(optimizer.state.values()))

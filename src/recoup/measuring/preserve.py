@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from recoup.measuring.held import HeldValues, held_gradient
 from recoup.measuring.notes import Notes
+from recoup.measuring.optimizers import Optimizers, read_optimizers
+from recoup.measuring.reached import Reached
 from recoup.measuring.storages import tensors
+from recoup.measuring.writes import Writes
 
 __all__ = ["held_random_state", "preserving"]
 
@@ -35,7 +37,12 @@ _FLAGS = ("training", "_is_full_backward_hook")
 
 @contextmanager
 def preserving(
-    model: nn.Module, optimizer: Optimizer | None = None, *, everything: bool = False
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    everything: bool = False,
+    reached: Reached | None = None,
+    writes: Writes | None = None,
 ) -> Iterator[None]:
     """Puts a model back as it was, whatever the block does with it, also if the block raises.
 
@@ -47,9 +54,11 @@ def preserving(
 
     Args:
         model: the model that the block runs.
-        optimizer: the optimizer that the block may step.
+        optimizer: the optimizer that the block may step, or several.
         everything: also put back the values of the parameters and all that the optimizer holds. Their copies wait
             in host memory, never on the device.
+        reached: what else the block's code can reach, whose Python state and gradients are put back, too.
+        writes: what else its code writes to, as far as that is known.
 
     >>> model = nn.BatchNorm1d(2)
     >>> with preserving(model):
@@ -57,22 +66,30 @@ def preserving(
     >>> model.running_mean, model.weight.grad
     (tensor([0., 0.]), None)
     """
-    groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
-    parameters = list(dict.fromkeys([*model.parameters(), *tensors(groups)]))
+    reached = Reached(()) if reached is None else reached
+    models = [model, *reached.modules]
+    optimizers = list(dict.fromkeys([*read_optimizers(optimizer), *reached.optimizers]))
+    groups = [group["params"] for stepped in optimizers for group in stepped.param_groups]
+    owned = [parameter for one in models for parameter in one.parameters()]
+    parameters = list(dict.fromkeys([*owned, *tensors(groups), *reached.leaves]))
     # Put back from the last to the first: gradients of the block make room before anything else returns.
     with ExitStack() as exits:
         exits.callback(held_random_state())
-        exits.callback(_held_modules(list(model.modules())))
+        exits.callback(_held_modules([module for one in models for module in one.modules()]))
         notes = Notes()
-        notes.add_modules(model)
+        for one in models:
+            notes.add_modules(one)
         exits.callback(notes.put_back)
+        exits.callback(reached.hold())
         exits.callback(_held_requires_grad(parameters))
         for parameter in parameters:
             exits.callback(held_gradient(parameter))
         values = HeldValues()
         exits.callback(values.hold(list(model.buffers())))
         if everything:
-            exits.callback(values.hold([parameters, optimizer]))
+            exits.callback(values.hold([list(model.parameters()), optimizers]))
+        if writes is not None:
+            exits.callback(writes.hold())
         exits.callback(_drop_gradients, parameters)
         try:
             yield

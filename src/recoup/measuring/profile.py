@@ -24,6 +24,7 @@ class ProfiledUnit:
         kind: the same number for units that cost the same.
         recipes: in the order of the problem's options.
         unsafe: why it is kept whatever the budget; empty if it may be replayed.
+        num_parts: how many modules it calls, into which it could be split.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ProfiledUnit:
     kind: int
     recipes: tuple[Recipe, ...]
     unsafe: str = ""
+    num_parts: int = 0
 
     @property
     def is_code(self) -> bool:
@@ -53,6 +55,9 @@ class Profile:
         seconds_are_estimates: whether seconds were worked out for hardware that was not there, and not measured.
         ranks: over which parameters, gradients and optimizer state are divided.
         device_bytes: all the memory of the device; 0 if that is not known.
+        holds_output: whether the caller was taken to hold the model's output through the backward.
+        output_bytes: of that output, apart from the loss.
+        output_names: the names of its largest parts.
     """
 
     model: str
@@ -64,6 +69,9 @@ class Profile:
     seconds_are_estimates: bool = False
     ranks: int = 1
     device_bytes: int = 0
+    holds_output: bool = True
+    output_bytes: int = 0
+    output_names: str = ""
 
     @cached_property
     def plain(self) -> Simulation:

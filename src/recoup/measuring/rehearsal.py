@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim.optimizer import Optimizer, _foreach_supported_types
 from torch.overrides import TorchFunctionMode
 
-from recoup.measuring.few import own_attributes, rehearse_few
+from recoup.measuring.few import copy_with, own_attributes, rehearse_few
 from recoup.measuring.storages import plain_tensors, tensors
 from recoup.measuring.tracker import MemoryTracker
 
@@ -154,9 +154,7 @@ def _copied(
             pairs[copied] = parameter
     with _Replacing(replace):
         attributes = copy.deepcopy(attributes, memo)
-    rehearsed: Optimizer = object.__new__(type(optimizer))
-    Optimizer.__setstate__(rehearsed, attributes)
-    return rehearsed, pairs
+    return copy_with(optimizer, attributes), pairs
 
 
 def _parameter(parameter: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import grad as run_grad
 from torch.autograd.graph import GradientEdge
 
 from recoup.measuring.anchor import seeded
@@ -45,9 +46,7 @@ class Section:
         if seed is None or not self.edges:
             return 0
         before = meter.begin()
-        found = torch.autograd.grad(
-            seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True
-        )
+        found = run_grad(seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True)
         self._note_gradients(found)
         return meter.peak_bytes() - before
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from recoup.errors import LossError, SampleError
+from recoup.measuring.compiled import check_not_compiled
+from recoup.measuring.optimizers import Optimizers, read_optimizers
+from recoup.measuring.preserve import preserving
+from recoup.measuring.reached import Reached, hooks_of
+from recoup.measuring.samples import Sample, describe_sample, read_sample
+from recoup.measuring.writes import Writes
 
 __all__ = ["TrainingStep"]
 
@@ -19,9 +26,15 @@ class TrainingStep:
 
     Args:
         model: what is trained.
-        sample: a tensor, a tuple of positional arguments or a dict of keyword arguments.
-        loss: from the model's output to a scalar; unless given, the output's ``loss``, or the output itself.
+        sample: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or, where the loss takes
+            two arguments, ``(inputs, targets)``.
+        loss: from the model's output, and the targets if it takes two arguments, to a scalar; unless given, the
+            output's ``loss``, or the output itself.
         step: a callable that runs a whole step, instead of sample and loss.
+        optimizer: what steps the model's parameters, and may be stepped by a ``step``.
+
+    Raises:
+        SampleError: it cannot be run, or not without leaving a trace.
     """
 
     def __init__(
@@ -29,59 +42,87 @@ class TrainingStep:
         model: nn.Module,
         sample: Any = None,
         *,
-        loss: Callable[[Any], Tensor] | None = None,
+        loss: Callable[..., Tensor] | None = None,
         step: Callable[[], Any] | None = None,
+        optimizer: Optimizers | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise SampleError(f"The model must be a torch.nn.Module; got a {type(model).__name__}.")
-        if (sample is None) == (step is None):
-            raise SampleError(
-                "Give either a sample (a tensor, a tuple of arguments or a dict of keyword arguments) or"
-                " step=, a callable that runs a whole training step."
-            )
-        if step is not None and loss is not None:
-            raise SampleError("loss= goes with a sample; a step= callable computes its own loss.")
-        if step is not None and not callable(step):
-            raise SampleError(f"step= must be callable; got a {type(step).__name__}.")
-        if loss is not None and not callable(loss):
-            raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise SampleError(
-                f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"
-                " for. Call requires_grad_() on what should be trained."
-            )
-        self.model = model
-        self.sample = sample
-        self.args, self.kwargs = _arguments(sample)
-        self.loss = loss
-        self.step = step
+        _check(model, sample, loss, step)
+        self.model, self.sample, self.loss, self.step = model, sample, loss, step
+        given = Sample((), {}) if sample is None else read_sample(sample, loss)
+        self.args, self.kwargs, self.targets = given.args, given.kwargs, given.targets
+        self.optimizers = read_optimizers(optimizer)
+        roots = [
+            ("step", step),
+            ("loss", loss),
+            ("sample", sample),
+            *(("a hook", h) for h in hooks_of(model)),
+        ]
+        self.reached = Reached(roots, known=model)
+        self.writes = Writes()
+        check_not_compiled(model, self.reached.modules, step)
+        if self.reached.iterators:
+            raise _unrepeatable(*self.reached.iterators[0])
+        #: Whether a step of the user's was seen to call `torch.autograd.grad`.
+        self.calls_grad = False
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """All that the sample holds."""
+        return (self.args, self.kwargs, self.targets)
 
     @property
     def changes_parameters(self) -> bool:
-        """Whether running it may step an optimizer."""
-        return self.step is not None
+        """Whether running it may step an optimizer: in a callable of the user's, or in a hook of a parameter."""
+        hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in self.model.parameters())
+        return self.step is not None or any(hooks)
+
+    def preserved(self) -> AbstractContextManager[None]:
+        """A block that may run the step, and leaves no trace of it."""
+        return preserving(
+            self.model,
+            self.optimizers,
+            everything=self.changes_parameters,
+            reached=self.reached,
+            writes=self.writes,
+        )
+
+    def finding_writes(self) -> AbstractContextManager[None]:
+        """A block that runs the step for the first time: what it writes to is put back, then and later."""
+        return self.writes.found([*self.model.parameters(), *self.model.buffers()])
 
     def forward(self) -> tuple[Any, Tensor]:
-        """Runs the model and the loss; returns the output, which users hold during the backward, and the loss."""
+        """Runs the model and the loss; returns the output, which users may hold during the backward, and the loss."""
         output = self.model(*self.args, **self.kwargs)
         return output, self.loss_of(output)
 
-    def refusal(self, error: Exception) -> SampleError:
-        """Says that the model itself failed on the sample, or the step."""
+    def refusal(self, error: Exception) -> SampleError | LossError:
+        """Says that the model itself failed on the sample, or the loss on its output, or the step."""
+        what = f"{type(error).__name__}: {error}"
         if self.step is not None:
             return SampleError(
-                f"step= failed: {type(error).__name__}: {error}. While it is measured, backward() leaves no gradients:"
-                " leave out of it what reads them (scaling, logging), or give a sample and loss= instead."
+                f"step= failed: {what}. {_GRAD_IN_STEP if self.calls_grad else _STEP_IN_PIECES}"
+            )
+        if isinstance(error, _LossFailedError):
+            cause = error.__cause__
+            return LossError(
+                f"loss= failed on the model's output ({error}): {type(cause).__name__}: {cause}. It is called as"
+                f" loss(output{', targets' if self.targets else ''}): give a function that takes just that and"
+                " returns a scalar."
+            )
+        hint = ""
+        if not self.targets and isinstance(self.sample, (tuple, list)) and len(self.sample) == 2:
+            hint = (
+                " If it is (inputs, targets) from a loader, give a loss of output and targets, such as"
+                " loss=nn.CrossEntropyLoss()."
             )
         return SampleError(
-            f"{type(self.model).__name__} refuses the sample ({_describe(self.sample)}):"
-            f" {type(error).__name__}: {error}. Give what the model takes: a tensor for model(x), a tuple for"
-            " model(*sample), a dict for model(**sample)."
+            f"{type(self.model).__name__} refuses the sample ({describe_sample(self.sample)}): {what}. Give what the"
+            f" model takes: a tensor for model(x), a tuple for model(*sample), a dict for model(**sample).{hint}"
         )
 
     def loss_of(self, output: Any) -> Tensor:
         """The loss of an output, checked."""
-        loss = _default_loss(output) if self.loss is None else self.loss(output)
+        loss = _default_loss(output) if self.loss is None else self.loss(output, *self.targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = (
                 f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -99,20 +140,114 @@ class TrainingStep:
 
     def run_unchecked(self) -> None:
         """Runs the forward alone, whatever its loss is like."""
-        if self.step is None:
-            self.model(*self.args, **self.kwargs)
+        if self.step is not None:
+            self.run(lambda loss, output: None)
             return
-        with _backward_replaced(lambda loss: None):
-            self.step()
+        output = self.model(*self.args, **self.kwargs)
+        if self.loss is None:
+            return
+        try:
+            self.loss(output, *self.targets)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise _LossFailedError(describe_sample(output)) from error
 
     def run(self, at_backward: Callable[[Tensor, Any], None]) -> None:
-        """Runs the step; ``at_backward(loss, output)`` stands in for each backward."""
+        """Runs the step; ``at_backward(loss, output)`` stands in for each backward.
+
+        A step of the user's finds gradients of zero after it: scalers, clipping and optimizers look for some.
+        """
         if self.step is None:
             output, loss = self.forward()
             at_backward(loss, output)
             return
-        with _backward_replaced(lambda loss: at_backward(loss, None)):
-            self.step()
+
+        def backward(loss: Tensor) -> None:
+            at_backward(loss, None)
+            for parameter in self._trained():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+        try:
+            with _backward_replaced(backward), self._grad_noted():
+                self.step()
+        finally:
+            for parameter in self._trained():
+                parameter.grad = None
+
+    def _trained(self) -> list[Tensor]:
+        owned = [p for one in (self.model, *self.reached.modules) for p in one.parameters()]
+        return [tensor for tensor in (*owned, *self.reached.leaves) if tensor.requires_grad]
+
+    @contextmanager
+    def _grad_noted(self) -> Iterator[None]:
+        """Notes whether the step calls `torch.autograd.grad`, which does not reach through the cuts around units."""
+        original = torch.autograd.grad
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            self.calls_grad = True
+            return original(*args, **kwargs)
+
+        torch.autograd.grad = grad
+        try:
+            yield
+        finally:
+            torch.autograd.grad = original
+
+
+_STEP_IN_PIECES = (
+    "While it is measured, units run one at a time and every gradient is 0: leave out of it what depends on the values"
+    " of gradients, or give a sample and loss= instead."
+)
+_GRAD_IN_STEP = (
+    "It calls torch.autograd.grad, which cannot reach through units while they are measured one at a time, cut off from"
+    " each other: leave that term (a gradient penalty, say) out of step= and leave room for it in the budget, or name"
+    " units= that contain all that it goes through. The fitted model then runs your whole step."
+)
+
+
+class _LossFailedError(Exception):
+    """The user's loss raised, for an output that the text describes."""
+
+
+def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
+    """Refuses what cannot be a step.
+
+    Raises:
+        SampleError: it says why.
+    """
+    if not isinstance(model, nn.Module):
+        raise SampleError(f"The model must be a torch.nn.Module; got a {type(model).__name__}.")
+    if (sample is None) == (step is None):
+        raise SampleError(
+            "Give either a sample (a tensor, a tuple of arguments, a dict of keyword arguments, or (inputs, targets)"
+            " with a loss of two arguments) or step=, a callable that runs a whole training step."
+        )
+    if step is not None and loss is not None:
+        raise SampleError("loss= goes with a sample; a step= callable computes its own loss.")
+    if step is not None and not callable(step):
+        raise SampleError(f"step= must be callable; got a {type(step).__name__}.")
+    if loss is not None and not callable(loss):
+        raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise SampleError(
+            f"Parameter {lazy[0]!r} of {type(model).__name__} is lazy and has no shape yet: run the model once on a"
+            " batch, as in model(x), before fitting it."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SampleError(
+            f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"
+            " for. Call requires_grad_() on what should be trained."
+        )
+
+
+def _unrepeatable(name: str, iterator: Any) -> SampleError:
+    return SampleError(
+        f"The step uses {name!r}, a {type(iterator).__name__}: fitting runs the step many times, each run would take"
+        " the next of its items, and they could not be put back. Take a batch before, batch = next(…), and let the step use"
+        " that."
+    )
 
 
 @contextmanager
@@ -130,14 +265,6 @@ def _backward_replaced(replacement: Callable[[Tensor], None]) -> Any:
         torch.autograd.backward = original
 
 
-def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(sample, Mapping):
-        return (), dict(sample)
-    if isinstance(sample, (tuple, list)):
-        return tuple(sample), {}
-    return (sample,), {}
-
-
 def _default_loss(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output
@@ -150,13 +277,3 @@ def _default_loss(output: Any) -> Any:
             " scalar, or a sample with labels."
         )
     return loss
-
-
-def _describe(sample: Any) -> str:
-    if isinstance(sample, Tensor):
-        return f"{str(sample.dtype).removeprefix('torch.')}{list(sample.shape)}"
-    if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{key}: {_describe(value)}" for key, value in sample.items()) + "}"
-    if isinstance(sample, (tuple, list)):
-        return "(" + ", ".join(map(_describe, sample)) + ")"
-    return type(sample).__name__

@@ -19,9 +19,9 @@ from recoup.measuring.intercept import intercepted
 from recoup.measuring.meter import Meter
 from recoup.measuring.sections import Sections
 from recoup.measuring.steps import TrainingStep
-from recoup.measuring.streaming import UnitCall, stream
+from recoup.measuring.streaming import LeakError, UnitCall, stream
 from recoup.measuring.tracker import MemoryTracker
-from recoup.measuring.trees import needing_gradient, tensors_in
+from recoup.measuring.trees import named_outputs, needing_gradient, tensors_in
 
 __all__ = ["Code", "SeenCall", "Structure", "Tail", "look"]
 
@@ -102,11 +102,15 @@ class Tail:
 
     Attributes:
         code: what it runs.
-        output: storages that the model's output holds on to during the backward, and the gradient of the loss.
+        loss: storages of the loss and of its gradient, which live through the backward.
+        output: storages of the model's output: all of a sample's, or what a step of the user's still holds.
+        names: of the parts of that output, by storage.
     """
 
     code: Code
+    loss: Storages
     output: Storages
+    names: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -119,15 +123,16 @@ class Structure:
 
 
 class _Numbers:
-    """A number for every storage that lives; what is resident has none."""
+    """A number for every storage that lives; what is resident, or lived before the step, has none."""
 
-    def __init__(self, resident: Iterable[Tensor]) -> None:
+    def __init__(self, resident: Iterable[Tensor], tracker: MemoryTracker) -> None:
+        self._tracker = tracker
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._resident = weakref.WeakSet(tensor.untyped_storage() for tensor in resident)
         self._next = 0
 
     def number(self, storage: Any) -> int | None:
-        if storage in self._resident:
+        if storage in self._resident or self._tracker.lived_before(storage):
             return None
         if storage not in self._numbers:
             self._numbers[storage] = self._next
@@ -172,14 +177,15 @@ class _Looker:
         self.step, self.meter, self.tracker, self.inside = step, meter, tracker, inside
         self.frees = frees
         model = step.model
-        resident = [*model.parameters(), *model.buffers(), *tensors_in((step.args, step.kwargs))]
-        self.numbers = _Numbers(_strided(resident))
+        resident = [*model.parameters(), *model.buffers(), *tensors_in(step.given)]
+        self.numbers = _Numbers(_strided(resident), tracker)
         self.sections = Sections()
         self.trained = {id(p) for p in model.parameters() if p.requires_grad}
         self.calls: list[SeenCall] = []
         self.tail: Tail | None = None
         # By identity, as a span knows what its calls hand on.
         self._handed = WeakTensorKeyDictionary()
+        self._outputs: list[tuple[str, weakref.ref[Tensor]]] = []
         self._begin_code()
 
     def _begin_code(self, call: UnitCall | None = None, output: Any = None) -> None:
@@ -288,8 +294,24 @@ class _Looker:
     def end(self, loss: Tensor, output: Any) -> None:
         code = self._end_code(loss)
         # The loss has a gradient too, which a backward holds until it ends.
-        held = self.numbers.of((output, loss)) | {_LOSS_GRADIENT: loss.untyped_storage().nbytes()}
-        self.tail = Tail(code, held)
+        at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: loss.untyped_storage().nbytes()}
+        parts = named_outputs(output) if self.step.step is None else self._held_outputs()
+        held: Storages = {}
+        names: dict[int, str] = {}
+        for name, tensor in parts:
+            for number, size in self.numbers.of(tensor).items():
+                if number not in at_loss:
+                    held[number] = size
+                    names.setdefault(number, name)
+        self.tail = Tail(code, at_loss, held, names)
+
+    def note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook after the model's forward: what it returns may or may not be held until the backward."""
+        self._outputs += [(name, weakref.ref(tensor)) for name, tensor in named_outputs(output)]
+
+    def _held_outputs(self) -> list[tuple[str, Tensor]]:
+        found = ((name, reference()) for name, reference in self._outputs)
+        return [(name, tensor) for name, tensor in found if tensor is not None]
 
 
 @contextmanager
@@ -368,9 +390,18 @@ def look(
         return _look(step, units, meter, inside, frees=True)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
+    except (RuntimeError, LeakError) as error:
+        if isinstance(error, LeakError) and not step.calls_grad:
+            raise
+    try:
         # A backward inside the forward may go through code whose graph was freed.
         return _look(step, units, meter, inside, frees=False)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LeakError) as error:
+        if not step.calls_grad:
+            raise
+        raise step.refusal(error) from error
 
 
 def _look(
@@ -387,6 +418,7 @@ def _look(
         looker = _Looker(step, meter, tracker, inside, frees)
         push_hooks(looker.pack, _given_back)
         stack.callback(pop_hooks)
+        stack.callback(step.model.register_forward_hook(looker.note_output).remove)
         accumulates = stream(step, units, looker)
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.autograd import grad as run_grad
 
 from recoup.measuring.costs import CodeSeconds
 from recoup.measuring.intercept import intercepted
@@ -43,7 +43,7 @@ class _Timer:
         trained = [parameter for parameter in self.step.model.parameters() if parameter.requires_grad]
 
         def backward() -> None:
-            torch.autograd.grad(loss, [*self.starts, *trained], allow_unused=True)
+            run_grad(loss, [*self.starts, *trained], allow_unused=True)
 
         (tail,) = self.meter.time(lambda: [backward])
         self.tail_backward_s = tail.device_s

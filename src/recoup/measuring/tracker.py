@@ -85,6 +85,11 @@ class MemoryTracker(TorchDispatchMode):
         found = (seen() for seen in list(self._seen.values()) if seen.counted_bytes)
         return [storage for storage in found if storage is not None]
 
+    def lived_before(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage was there when an operation first met it, and has not grown."""
+        seen = self._seen.get(id(storage))
+        return seen is not None and seen.base_bytes > 0 and seen.counted_bytes == 0
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from recoup.checkpointing.arguments import _put_together, _take_apart
 
-__all__ = ["map_tensors", "needing_gradient", "storages_of", "tensors_in", "version_of"]
+__all__ = ["map_tensors", "named_outputs", "needing_gradient", "storages_of", "tensors_in", "version_of"]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -36,6 +36,24 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def needing_gradient(tree: Any) -> list[Tensor]:
     """The tensors in nested containers that need a gradient."""
     return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
+
+
+def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a model's output with the names that its user knows them by.
+
+    >>> import torch
+    >>> [name for name, _ in named_outputs({"logits": torch.zeros(1), "states": [torch.zeros(1), torch.zeros(1)]})]
+    ['logits', 'states', 'states']
+    >>> [name for name, _ in named_outputs(torch.zeros(1))]
+    ['the output']
+    """
+    if isinstance(output, Mapping):
+        parts = [(str(key), value) for key, value in output.items()]
+    elif isinstance(output, (tuple, list)):
+        parts = [(f"output {index}", value) for index, value in enumerate(output)]
+    else:
+        parts = [("the output", output)]
+    return [(name, tensor) for name, value in parts for tensor in tensors_in(value)]
 
 
 def storages_of(tree: Any) -> dict[int, int]:

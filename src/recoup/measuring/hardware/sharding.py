@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from recoup.errors import SampleError
 from recoup.measuring.costs import Residents
 from recoup.measuring.profile import Profile
+from recoup.measuring.slices import find_module
 from recoup.planning import Option, Problem, Unit
 
 __all__ = ["check_ranks", "sharded"]
@@ -46,9 +47,9 @@ def sharded(profile: Profile, model: nn.Module, ranks: int) -> Profile:
     """
     if ranks == 1:
         return profile
-    modules = dict(model.named_modules())
     groups = [
-        [] if unit.module is None else list(modules[unit.module].parameters()) for unit in profile.units
+        [] if unit.module is None else list(find_module(model, unit.module).parameters())
+        for unit in profile.units
     ]
     grouped = {id(parameter) for group in groups for parameter in group}
     root = [parameter for parameter in model.parameters() if id(parameter) not in grouped]
