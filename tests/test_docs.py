@@ -88,3 +88,14 @@ def test_the_comparison_has_every_row_of_the_results() -> None:
     shown = re.findall(r"^\| ([\d.]+) \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert shown == measured
     assert shown
+
+
+def test_the_comparison_shows_what_was_compiled() -> None:
+    """Rows of the results' last table, as they stand there, once a run has written them."""
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks" / "results" / "llama_h200_202611.md").read_text(encoding="utf-8")
+    section = page.split("\n## One decoder, compiled\n", 1)[1].split("\n## ", 1)[0]
+    head = "| contender | ms | activations GiB | build s |\n"
+    assert (head in section) == (head in results)
+    shown = re.findall(r"^\| .* \|$", section, re.MULTILINE)
+    assert set(shown) <= set(results.splitlines())
