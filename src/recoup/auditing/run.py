@@ -105,5 +105,8 @@ class _Visitor:
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
         pass
 
+    def restart(self) -> None:
+        self.findings.clear()
+
     def end(self, loss: Tensor, output: Any) -> None:
         pass

@@ -93,6 +93,9 @@ class _Comparer:
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
         pass
 
+    def restart(self) -> None:
+        pass
+
     def end(self, loss: Tensor, output: Any) -> None:
         pass
 

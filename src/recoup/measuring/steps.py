@@ -57,8 +57,11 @@ class TrainingStep:
             ("sample", sample),
             *(("a hook", h) for h in hooks_of(model)),
         ]
+        self._roots = roots
         self.reached = Reached(roots, known=model)
         self.writes = Writes()
+        #: How many backwards of other models come before the model's own, after forwards that came to nothing.
+        self.num_skipped = 0
         check_not_compiled(model, self.reached.modules, step)
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
@@ -82,7 +85,8 @@ class TrainingStep:
             self.model,
             self.optimizers,
             everything=self.changes_parameters,
-            reached=self.reached,
+            # Anew each time: what was reached may have been replaced meanwhile.
+            reached=Reached(self._roots, known=self.model),
             writes=self.writes,
         )
 
@@ -245,8 +249,8 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
 def _unrepeatable(name: str, iterator: Any) -> SampleError:
     return SampleError(
         f"The step uses {name!r}, a {type(iterator).__name__}: fitting runs the step many times, each run would take"
-        " the next of its items, and they could not be put back. Take a batch before, batch = next(…), and let the step use"
-        " that."
+        " the next of its items, and they could not be put back. Take a batch before, batch = next(…), and let the step"
+        " use that."
     )
 
 

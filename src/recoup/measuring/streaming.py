@@ -5,12 +5,15 @@ NOTE [ Streaming ]
        hand on outputs whose history begins there: nothing that a unit saves outlives its call.
     2. What a unit does with its call is for the visitor to say: look, measure, compare. `UnitCall.glance` is the
        cheapest: a forward that records a graph without any data in it.
-    3. After the step's first backward nothing more is visited. A second forward before the gradients are dropped
-       means that the step accumulates gradients.
+    3. After the first backward that reaches the model nothing more is visited. A second forward before the gradients
+       are dropped means that the step accumulates gradients.
+    4. A backward that does not reach the model is another one's (a discriminator's). If nothing is left by then of what
+       units handed on, the visitor begins anew; later streams of the step do not visit these calls at all.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +29,7 @@ from recoup.measuring.anchor import anchored
 from recoup.measuring.intercept import intercepted
 from recoup.measuring.slices import sliced, unit_names
 from recoup.measuring.steps import TrainingStep
+from recoup.measuring.trees import needing_gradient
 
 __all__ = ["LeakError", "UnitCall", "Visitor", "stream"]
 
@@ -125,6 +129,10 @@ def _give_back(packed: Tensor | _Nothing) -> Tensor:
     return packed
 
 
+class _Mark:
+    """Lives as long as the graph that begins with what a unit handed on."""
+
+
 class Visitor(Protocol):
     """What happens along a streamed step."""
 
@@ -137,6 +145,9 @@ class Visitor(Protocol):
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
         """The unit has handed on ``output``, whose history begins at ``start``."""
 
+    def restart(self) -> None:
+        """All calls so far came to nothing: what follows is the step."""
+
     def end(self, loss: Tensor, output: Any) -> None:
         """The forward has ended; the model's ``output`` is known unless a step of the user's ran it."""
 
@@ -147,7 +158,10 @@ class _Stream:
     def __init__(self, step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> None:
         self.step, self.units, self.visitor = step, units, visitor
         self.num_calls = 0
+        self.num_foreign = 0
         self.calls_of: dict[nn.Module, int] = {}
+        self.trained = {id(p) for p in step.model.parameters() if p.requires_grad}
+        self.handed: list[weakref.ref[_Mark]] = []
         self.is_inside = False
         self.has_ended = False
         self.accumulates = False
@@ -165,6 +179,9 @@ class _Stream:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.is_inside or not torch.is_grad_enabled():
                 return fn(*args, **kwargs)
+            if self.num_foreign < self.step.num_skipped:
+                with self._inside():
+                    return anchored(UnitCall(0, name, unit, fn, args, kwargs).glance())[0]
             number = self.calls_of[unit] = self.calls_of.get(unit, 0) + 1
             label = name if number == 1 else f"{name}#{number}"
             with self._inside():
@@ -187,6 +204,7 @@ class _Stream:
         output = self.visitor.visit(call)
         torch.clear_autocast_cache()
         handed, start = anchored(output)
+        self._mark(handed)
         del output
         self.visitor.leave(call, handed, start)
         return handed
@@ -199,10 +217,39 @@ class _Stream:
         finally:
             self.is_inside = False
 
+    def _mark(self, handed: Any) -> None:
+        mark = _Mark()
+        self.handed.append(weakref.ref(mark))
+        for tensor in needing_gradient(handed):
+            tensor.grad_fn.metadata[_Mark] = mark  # type: ignore[union-attr, index]
+
     def _backward(self, loss: Tensor, output: Any) -> None:
-        if not self.has_ended:
+        if self.has_ended:
+            return
+        if self.step.step is None or self._reaches_model(loss):
             self.has_ended = True
             self.visitor.end(loss, output)
+            return
+        self.num_foreign += 1
+        is_new = self.num_foreign > self.step.num_skipped
+        if is_new and not any(mark() is not None for mark in self.handed):
+            self.step.num_skipped = self.num_foreign
+        if self.num_foreign == self.step.num_skipped:
+            self.num_calls, self.calls_of, self.handed = 0, {}, []
+            self.visitor.restart()
+
+    def _reaches_model(self, loss: Tensor) -> bool:
+        """Whether a loss depends on what a unit handed on, or on a parameter of the model."""
+        waiting, seen = [loss.grad_fn], set()
+        while waiting:
+            node: Any = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if _Mark in node.metadata or id(getattr(node, "variable", None)) in self.trained:
+                return True
+            waiting += [below for below, _ in node.next_functions]
+        return False
 
 
 def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> bool:

@@ -102,7 +102,7 @@ class Tail:
 
     Attributes:
         code: what it runs.
-        loss: storages of the loss and of its gradient, which live through the backward.
+        loss: storages of the loss, of its gradient, and of other models' gradients: they live through the backward.
         output: storages of the model's output: all of a sample's, or what a step of the user's still holds.
         names: of the parts of that output, by storage.
     """
@@ -291,10 +291,17 @@ class _Looker:
         self._note(needing_gradient(output))
         self._begin_code(call, output)
 
+    def restart(self) -> None:
+        self.calls.clear()
+        self._outputs.clear()
+        self._begin_code()
+
     def end(self, loss: Tensor, output: Any) -> None:
         code = self._end_code(loss)
         # The loss has a gradient too, which a backward holds until it ends.
         at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: loss.untyped_storage().nbytes()}
+        # So have other models, whose backwards came before.
+        at_loss |= self.numbers.of([p.grad for one in self.step.reached.modules for p in one.parameters()])
         parts = named_outputs(output) if self.step.step is None else self._held_outputs()
         held: Storages = {}
         names: dict[int, str] = {}

@@ -38,6 +38,10 @@ class _Timer:
         self.starts.append(start)
         self._since = self.meter.stamp()
 
+    def restart(self) -> None:
+        self.starts, self.spans = [], []
+        self._since = self.meter.stamp()
+
     def end(self, loss: Tensor, output: Any) -> None:
         self.spans.append((self._since, self.meter.stamp()))
         trained = [parameter for parameter in self.step.model.parameters() if parameter.requires_grad]

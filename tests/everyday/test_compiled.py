@@ -1,0 +1,227 @@
+"""Compiled code is refused before anything runs, and stays compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from everyday.subjects import Block, Classifier, examples, loss_of_examples
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recoup
+from recoup.engines import is_applied
+from recoup.errors import RecoupWarning, SampleError
+
+# The compiler looks at the gradients of what it is given.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning"
+)
+
+
+class Graphs:
+    """A backend that counts what it compiles and how often that runs."""
+
+    def __init__(self) -> None:
+        self.num_compiled = self.num_runs = 0
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_compiled += 1
+
+        def run(*args: Any) -> Any:
+            self.num_runs += 1
+            return module.forward(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def whole(model: Classifier, graphs: Graphs) -> nn.Module:
+    return torch.compile(model, backend=graphs)
+
+
+def in_place(model: Classifier, graphs: Graphs) -> nn.Module:
+    model.compile(backend=graphs)
+    return model
+
+
+def blocks(model: Classifier, graphs: Graphs) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=graphs)
+    return model
+
+
+def wrapped_blocks(model: Classifier, graphs: Graphs) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=graphs)
+    return model
+
+
+def forwards(model: Classifier, graphs: Graphs) -> nn.Module:
+    """``block.forward = torch.compile(block.forward)``, as many scripts do."""
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=graphs)
+    return model
+
+
+def function(model: Classifier, graphs: Graphs) -> nn.Module:
+    """A compiled function that blocks call, as of flex attention."""
+    compiled = torch.compile(lambda x: F.gelu(x) * x, backend=graphs)
+
+    class Fused(Block):
+        def __init__(self) -> None:
+            super().__init__(32)
+            self.activation = compiled
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.activation(self.up(self.norm(x))))
+
+    model.blocks = nn.ModuleList(Fused() for _ in range(3))
+    return model
+
+
+KINDS = [whole, in_place, blocks, wrapped_blocks, forwards, function]
+
+
+@pytest.mark.parametrize("entry", ["fit", "measure", "audit"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_and_still_compiled(kind: Callable[..., nn.Module], entry: str) -> None:
+    graphs, batch = Graphs(), examples()
+    model = kind(Classifier(num_blocks=3), graphs)
+    loss_of_examples(model, batch).backward()
+    before = (graphs.num_compiled, graphs.num_runs)
+    assert before[0] > 0
+    seen: list[int] = []
+    handle = model.register_forward_pre_hook(lambda module, args: seen.append(1))
+    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss()} | ({"budget": "1GiB"} if entry == "fit" else {})
+    with pytest.raises(SampleError, match=r"compiled.*before torch\.compile"):
+        getattr(recoup, entry)(model, batch, **options)
+    handle.remove()
+    assert seen == []
+    assert (graphs.num_compiled, graphs.num_runs) == before
+    # As before: no new graphs, and the old ones run.
+    loss_of_examples(model, batch).backward()
+    assert graphs.num_compiled == before[0]
+    assert graphs.num_runs == 2 * before[1]
+
+
+def test_verify_refuses_too() -> None:
+    graphs, batch = Graphs(), examples()
+    model = Classifier(num_blocks=3)
+    plan = recoup.plan(recoup.measure(model, batch, loss=nn.CrossEntropyLoss()), "1GiB")
+    blocks(model, graphs)
+    with pytest.raises(SampleError, match="compiled"):
+        recoup.verify(model, plan, batch, loss=nn.CrossEntropyLoss())
+    assert graphs.num_compiled == 0
+
+
+def test_never_run_yet() -> None:
+    """Compiled, but not called before: nothing is compiled by the refusal."""
+    graphs = Graphs()
+    model = whole(Classifier(), graphs)
+    with pytest.raises(SampleError, match="compiled"):
+        recoup.fit(model, examples(), budget="1GiB", loss=nn.CrossEntropyLoss())
+    assert graphs.num_compiled == 0
+
+
+def test_the_module_inside_may_be_fitted() -> None:
+    """The other half of the advice: what torch.compile was given is not compiled itself."""
+    graphs, batch = Graphs(), examples()
+    model = Classifier()
+    compiled = torch.compile(model, backend=graphs)
+    budget = int(0.8 * recoup.measure(model, batch, loss=nn.CrossEntropyLoss()).plain_bytes)
+    recoup.fit(model, batch, budget=budget, loss=nn.CrossEntropyLoss())
+    assert is_applied(model)
+    assert compiled._orig_mod is model
+    assert graphs.num_compiled == 0
+
+
+def test_a_compiled_teacher_in_a_step() -> None:
+    """Another model's compiled code would be made eager as well."""
+    graphs, (x, _) = Graphs(), examples()
+    model = Classifier()
+    teacher = torch.compile(copy.deepcopy(model).eval(), backend=graphs)
+    with torch.no_grad():
+        teacher(x)
+    before = (graphs.num_compiled, graphs.num_runs)
+
+    def step() -> None:
+        with torch.no_grad():
+            target = teacher(x)
+        F.mse_loss(model(x), target).backward()
+
+    with pytest.raises(SampleError, match="compiled"):
+        recoup.fit(model, step=step, budget="1GiB")
+    assert (graphs.num_compiled, graphs.num_runs) == before
+    with torch.no_grad():
+        teacher(x)
+    assert (graphs.num_compiled, graphs.num_runs) == (before[0], before[1] + 1)
+
+
+def test_a_compiled_loss_and_a_compiled_step() -> None:
+    graphs, batch = Graphs(), examples()
+    model = Classifier()
+    with pytest.raises(SampleError, match="compiled"):
+        recoup.fit(model, batch, budget="1GiB", loss=torch.compile(F.cross_entropy, backend=graphs))
+    with pytest.raises(SampleError, match="compiled"):
+        recoup.fit(
+            model, step=torch.compile(lambda: loss_of_examples(model, batch), backend=graphs), budget="1GiB"
+        )
+    assert graphs.num_compiled == 0
+
+
+def test_other_compiled_code_in_the_process_is_left_alone() -> None:
+    """A model that has nothing to do with the one that is fitted keeps its graphs and runs them."""
+    graphs, batch = Graphs(), examples()
+    other = torch.compile(Classifier(), backend=graphs)
+    loss_of_examples(other, batch).backward()
+    before = (graphs.num_compiled, graphs.num_runs)
+    model = Classifier()
+    budget = int(0.8 * recoup.measure(model, batch, loss=nn.CrossEntropyLoss()).plain_bytes)
+    recoup.fit(model, batch, budget=budget, loss=nn.CrossEntropyLoss())
+    loss_of_examples(model, batch).backward()
+    loss_of_examples(other, batch).backward()
+    assert (graphs.num_compiled, graphs.num_runs) == (before[0], 2 * before[1])
+
+
+@pytest.mark.parametrize("kind", [whole, in_place])
+def test_compiled_after_fit(kind: Callable[..., nn.Module]) -> None:
+    """The gradients are those of the plain model; one warning says that the plan is not in force."""
+    torch.manual_seed(0)
+    model, batch = Classifier(), examples()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    plain = copy.deepcopy(model)
+    loss_of_examples(plain, batch).backward()
+    budget = int(0.8 * recoup.measure(model, batch, loss=nn.CrossEntropyLoss()).plain_bytes)
+    recoup.fit(model, batch, budget=budget, loss=nn.CrossEntropyLoss())
+    graphs = Graphs()
+    compiled = kind(model, graphs)
+    with pytest.warns(RecoupWarning, match="compiled") as caught:
+        for _ in range(2):
+            compiled.zero_grad()
+            loss_of_examples(compiled, batch).backward()
+    assert len([one for one in caught if issubclass(one.category, RecoupWarning)]) == 1
+    assert graphs.num_compiled > 0
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad), name
+
+
+def test_compiled_optimizers_are_no_obstacle() -> None:
+    """``torch.compile(optimizer.step)`` is not the model's; it is neither run nor disturbed by a sample's fit."""
+    graphs, batch = Graphs(), examples()
+    model = Classifier(num_blocks=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step = torch.compile(optimizer.step, backend=graphs)
+    recoup.fit(model, batch, budget="1GiB", loss=nn.CrossEntropyLoss(), optimizer=optimizer)
+    assert graphs.num_compiled == 0
