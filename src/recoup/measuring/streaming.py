@@ -268,6 +268,11 @@ def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> 
         if _REENTRANT not in str(error):
             raise
         raise _checkpointed_already("The model has reentrant checkpoints of its own.") from error
+    if running.num_foreign and not running.has_ended:
+        raise UnitError(
+            "The step runs no module of the model with gradients, so there is nothing to decide about: no backward"
+            " reaches it. Check step= and torch.no_grad around the model."
+        )
     return running.accumulates
 
 

@@ -77,8 +77,7 @@ class _CopyOnWrite(TorchDispatchMode):
     def __init__(self, known: Collection[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held: list[HeldStorage] = []
-        # Strongly, as long as the block runs: another storage could take a number that is free again.
-        self._met: dict[int, torch.UntypedStorage] = {}
+        self._met: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._fresh: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._known = known
 
@@ -99,9 +98,9 @@ class _CopyOnWrite(TorchDispatchMode):
         return result
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._known or storage._cdata in self._met or storage in self._fresh:
+        if storage._cdata in self._known or storage in self._met or storage in self._fresh:
             return
-        self._met[storage._cdata] = storage
+        self._met.add(storage)
         self.held.append(HeldStorage(storage))
 
 
