@@ -53,7 +53,7 @@ class _Root(StandIn):
         super().__init__(module)
         self.engine = engine
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         engine = self.engine
@@ -75,7 +75,7 @@ class _UnitForward(StandIn):
         self.training = module.training
         self.units = tuple(units)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         is_planned = self.module.training == self.training and not engine.nesting.is_inside
         if not (is_planned and torch.is_grad_enabled()):

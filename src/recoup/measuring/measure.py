@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recoup.errors import CheckpointError, SampleError, UnitError
 from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import ModuleCall, module_names, watch_calls
+from recoup.measuring.calls import ModuleCall, class_of_module, module_names, watch_calls
 from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
@@ -264,7 +264,8 @@ class _Measurement:
             try:
                 return look(self.step, self.units, self.meter, self.inside)
             except LeakError as error:
-                alike = [unit for unit in self.units if type(unit) is type(error.module)]
+                kind = class_of_module(error.module)
+                alike = [unit for unit in self.units if class_of_module(unit) is kind]
                 split = split_units(root, self.units, alike)
                 if not splits or not split:
                     raise

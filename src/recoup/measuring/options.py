@@ -105,7 +105,7 @@ def with_marks(recipe: Recipe, unit: nn.Module, fn: Callable[..., Any]) -> Calla
 class InnerForward(StandIn):
     """Stands in for the forward of a module inside a unit: checkpointed where the running recipe says so."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the call, checkpointed if it is marked."""
         if self.module in _marked.modules and torch.is_grad_enabled():
             return checkpointed(self.original, args, kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import LossError, SampleError
+from recoup.measuring.lazy import check_initialised
 
 __all__ = ["TrainingStep"]
 
@@ -45,6 +46,7 @@ class TrainingStep:
             raise SampleError(f"step= must be callable; got a {type(step).__name__}.")
         if loss is not None and not callable(loss):
             raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
+        check_initialised(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise SampleError(
                 f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"
