@@ -59,7 +59,9 @@ def class_of_module(module: nn.Module) -> type[nn.Module]:
 
 def form_of_module(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules of the same class with the same layers: they may differ in what has no parameters."""
-    layers = tuple(class_of_module(child) for child in module.modules() if any(True for _ in child.parameters()))
+    layers = tuple(
+        class_of_module(child) for child in module.modules() if any(True for _ in child.parameters())
+    )
     return (class_of_module(module), layers, _shapes(module))
 
 

@@ -8,6 +8,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -43,24 +44,22 @@ class StandIn(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.original = module.forward
+        self.original: Any = module.forward
         # On the instance, since the class has its own.
         self.__doc__ = getattr(self.original, "__doc__", None)
         self.__module__ = getattr(self.original, "__module__", type(module).__module__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What happens when the module is called."""
-        if is_traced():
-            self.at_tracing()
-            return self.original(*args, **kwargs)
-        return self.run(*args, **kwargs)
+        return self.run_traced(*args, **kwargs) if is_traced() else self.run(*args, **kwargs)
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What happens when the module is called in eager mode."""
 
-    def at_tracing(self) -> None:
-        """Called where the original runs because the model is traced. Dynamo traces it too: it must be able to."""
+    def run_traced(self, *args: Any, **kwargs: Any) -> Any:
+        """What happens when the module is traced. Dynamo traces this method too."""
+        return self.original(*args, **kwargs)
 
     # Not properties: who unwraps a class, as doctest does, would find those of its instances.
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +89,7 @@ class StandIn(ABC):
             return self
         bound = copy.copy(self)
         bound.module = module
-        bound.original = self.original.__func__.__get__(module)
+        bound.original = MethodType(self.original.__func__, module)
         return bound
 
 

@@ -21,6 +21,6 @@ def check_initialised(model: nn.Module) -> None:
         if any(map(is_lazy, own)):
             where = f" {name!r}" if name else ""
             raise SampleError(
-                f"{type(module).__name__}{where} has not run yet: its parameters have no shapes. Run the model once on a"
-                " batch, without gradients, before anything is measured: with torch.no_grad(): model(x)."
+                f"{type(module).__name__}{where} has not run yet: its parameters have no shapes. Run the model once on"
+                " a batch before anything is measured: with torch.no_grad(): model(x)."
             )

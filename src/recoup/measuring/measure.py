@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from recoup.errors import CheckpointError, SampleError, UnitError
 from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import ModuleCall, class_of_module, module_names, watch_calls
+from recoup.measuring.conditions import recording
 from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
@@ -292,7 +293,8 @@ class _Measurement:
                 names[module]: seconds for module, seconds in timed.items() if module in names
             }
 
-        return self._stream(indices, at_call), found
+        with recording(self.step.model) as self.recorder:
+            return self._stream(indices, at_call), found
 
     def _measure_bytes(
         self,
@@ -470,6 +472,7 @@ class _Measurement:
             costs.accumulates,
             self.meter.is_estimate,
             device_bytes=self.meter.total_bytes(),
+            conditions=self.recorder.conditions,
         )
 
 

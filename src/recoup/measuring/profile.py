@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from recoup.measuring.conditions import Conditions
 from recoup.measuring.costs import Residents
 from recoup.measuring.options import Recipe
 from recoup.planning import Backward, Forward, Keep, Problem, Schedule, Simulation, simulate
@@ -53,6 +54,7 @@ class Profile:
         seconds_are_estimates: whether seconds were worked out for hardware that was not there, and not measured.
         ranks: over which parameters, gradients and optimizer state are divided.
         device_bytes: all the memory of the device; 0 if that is not known.
+        conditions: what the model was called with; ``None`` if that is not known, or only parts of it were called.
     """
 
     model: str
@@ -64,6 +66,7 @@ class Profile:
     seconds_are_estimates: bool = False
     ranks: int = 1
     device_bytes: int = 0
+    conditions: Conditions | None = None
 
     @cached_property
     def plain(self) -> Simulation:
