@@ -101,7 +101,8 @@ class _UnitForward(_Planned):
         if self.module.training != self.training:
             engine.watch.at_unit_in_other_mode(self.training)
             return self.original(*args, **kwargs)
-        engine.watch.at_unit()
+        if engine.watch.is_recomputed_by_others():
+            return self.original(*args, **kwargs)
         return engine.run(
             PlannedCall(self._unit(), self.module, self.original, engine.nesting), *args, **kwargs
         )

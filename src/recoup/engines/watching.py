@@ -6,8 +6,9 @@ NOTE [ Leaving what was measured ]
     2. Whether a forward still waits for its backward is asked of its graph. A `_Graph` belongs to hooks on the nodes
        that made the output: the hooks mark it when a backward reaches them, and it dies with the nodes. So a graph that
        was dropped does not count, nor does an output that the caller holds after its backward.
-    3. Units in the other mode (train or eval) run plainly. That may be evaluation: only a backward shows that it is not.
-    4. A unit that is called inside torch's checkpoint, or inside a backward, is recomputed by someone else too.
+    3. Units in the other mode (train or eval) run plainly. That may be evaluation; a backward shows that it is not.
+    4. A unit that is called inside torch's checkpoint, or inside a backward, is recomputed by someone else. It runs
+       plainly then, at first and again: the two runs must save the same tensors.
     5. Python holds an output if more refer to its object than who looks, and the graph where that saves it.
 """
 
@@ -26,13 +27,10 @@ from torch import Tensor, nn
 from recoup.checkpointing.arguments import contents
 from recoup.errors import RecoupWarning
 from recoup.measuring.conditions import Conditions, autocast_of, input_shapes, positional_names
+from recoup.measuring.tracing import is_recomputed_by_others
 
 __all__ = ["Watch"]
 
-_CHECKPOINT_MODULE = "torch.utils.checkpoint"
-_NO_TASK = -1
-_current_task: Callable[[], int] = torch._C._current_graph_task_id
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _use_count: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
 
 
@@ -145,10 +143,12 @@ class Watch:
 
     # Calls of units
 
-    def at_unit(self) -> None:
-        """A planned unit is called with gradients."""
-        if "checkpoint" not in self._told and _is_checkpointed():
+    def is_recomputed_by_others(self) -> bool:
+        """Whether a planned unit that is called with gradients is in a checkpoint of the model's own."""
+        found = is_recomputed_by_others()
+        if found:
             self._tell("checkpoint", _CHECKPOINTED)
+        return found
 
     def at_unit_in_other_mode(self, planned: bool) -> None:
         """A unit is called with gradients and runs plainly; its plan is for training mode, or not."""
@@ -174,13 +174,6 @@ def _outputs(value: Any) -> Iterator[Tensor]:
 
 def _waits(graph: _Graph | None) -> bool:
     return graph is not None and not graph.has_run
-
-
-def _is_checkpointed() -> bool:
-    if _current_task() != _NO_TASK:
-        return True
-    hooks = _top_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINT_MODULE
 
 
 def _num_references(reference: weakref.ref[Tensor]) -> int:
@@ -247,9 +240,9 @@ def _other_mode(training: bool) -> str:
 
 
 _CHECKPOINTED = (
-    "Units of the plan run inside checkpoints of the model's own, so that they are recomputed twice: switch the model's"
-    " checkpoints off (for models of transformers, model.gradient_checkpointing_disable(); for trainers,"
-    " gradient_checkpointing=False), or take the plan off with recoup.remove(model)."
+    "Units of the plan run inside checkpoints of the model's own, where the plan is not in force: switch those off (for"
+    " models of transformers, model.gradient_checkpointing_disable(); for trainers, gradient_checkpointing=False), or"
+    " take the plan off with recoup.remove(model)."
 )
 _OUTPUT_HELD = (
     "The plan counts on the model's output being let go before the backward, and the output is still held: write loss ="

@@ -16,8 +16,6 @@ from recoup.checkpointing.arguments import contents
 
 __all__ = ["Conditions", "Recorder", "autocast_of", "input_shapes", "positional_names", "recording"]
 
-_NESTED = (list, tuple, dict, Mapping)
-
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
@@ -77,11 +75,9 @@ def input_shapes(
 def _shapes_in(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
     if isinstance(value, Tensor):
         yield name, value.shape
-    elif isinstance(value, _NESTED):
-        found = contents(value)
-        if found is not None:
-            for key, item in zip(*found, strict=True):
-                yield from _shapes_in(f"{name}[{key!r}]", item)
+    elif (found := contents(value)) is not None:
+        for key, item in zip(*found, strict=True):
+            yield from _shapes_in(f"{name}[{key!r}]", item)
 
 
 def autocast_of(model: nn.Module) -> str:

@@ -107,7 +107,9 @@ def install(module: nn.Module, stand_in: Callable[..., Any]) -> None:
 
 def uninstall(module: nn.Module, original: Callable[..., Any]) -> None:
     """Puts the forward back that was there: the class's own, or one that someone had set on the instance."""
-    if getattr(original, "__func__", None) is getattr(type(module), _FORWARD, None):
+    function = getattr(original, "__func__", None)
+    # A scripted forward is no method of the class: the instance has it.
+    if function is not None and function is getattr(type(module), _FORWARD, None):
         module.__dict__.pop(_FORWARD, None)
     else:
         module.__dict__[_FORWARD] = original
