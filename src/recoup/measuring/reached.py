@@ -208,7 +208,9 @@ class Reached:
 
     def _when_read(self, key: str, item: tuple[str, Any]) -> None:
         """Queues what the user's code reaches only by that name: a method, or an iterator that it may advance."""
-        if key in self._names or (key.startswith("__") and key not in ("__init__", "__new__", "__post_init__")):
+        if key in self._names or (
+            key.startswith("__") and key not in ("__init__", "__new__", "__post_init__")
+        ):
             self._queue([item], True)
         else:
             self._unread.setdefault(key, []).append(item)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
 from recoup.measuring.compiled import check_not_compiled
+from recoup.measuring.lazy import check_initialised
 from recoup.measuring.optimizers import Optimizers, read_optimizers
 from recoup.measuring.preserve import preserving
 from recoup.measuring.reached import Reached, hooks_of
@@ -252,11 +252,7 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
         raise SampleError(f"step= must be callable; got a {type(step).__name__}.")
     if loss is not None and not callable(loss):
         raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
-    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise SampleError(
-            f"Parameter {lazy[0]!r} of {type(model).__name__} is lazy and has no shape yet: run the model once on a"
-            " batch, as in model(x), before fitting it."
-        )
+    check_initialised(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SampleError(
             f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"
