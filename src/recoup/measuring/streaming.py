@@ -198,9 +198,8 @@ class _Stream:
                     with torch.no_grad():
                         return fn(*args, **kwargs)
                 if _is_checkpointed():
-                    raise _checkpointed_already(
-                        f"Unit {label!r} runs inside a checkpoint of the model's own."
-                    )
+                    what = f"Unit {label!r} runs inside a checkpoint of the model's own."
+                    raise _checkpointed_already(what, self.step.model)
                 return self._visit(label, unit, fn, args, kwargs)
 
         return forward
@@ -275,7 +274,7 @@ def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> 
     except RuntimeError as error:
         if _REENTRANT not in str(error):
             raise
-        raise _checkpointed_already("The model has reentrant checkpoints of its own.") from error
+        raise _checkpointed_already("The model has reentrant checkpoints of its own.", step.model) from error
     if running.num_foreign and not running.has_ended:
         raise UnitError(
             "The step runs no module of the model with gradients, so there is nothing to decide about: no backward"
@@ -294,8 +293,13 @@ def _is_checkpointed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
-def _checkpointed_already(what: str) -> UnitError:
+def _checkpointed_already(what: str, model: nn.Module) -> UnitError:
+    remedies = {
+        "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
+        "set_grad_checkpointing": "model.set_grad_checkpointing(False)",
+    }
+    known = [f" with {call}" for name, call in remedies.items() if hasattr(model, name)]
     return UnitError(
-        f"{what} recoup decides what to recompute: switch the model's checkpoints off (for models of transformers,"
-        " model.gradient_checkpointing_disable()), or choose units that contain them with units=."
+        f"{what} recoup decides what to recompute: switch the model's checkpoints off{known[0] if known else ''}, or"
+        " choose units that contain them with units=."
     )
