@@ -68,6 +68,7 @@ class Watch:
         self._names: tuple[str, ...] | None = None
         self._graphs: list[weakref.ref[_Graph]] = []
         self._planned_mode: bool | None = None
+        self._parameter: Callable[[], Tensor | None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
         return {"conditions": self.conditions, "_told": self._told.copy()}
@@ -92,12 +93,20 @@ class Watch:
         if measured is None or module.training != measured.training:
             return
         self._compare_shapes(forward, args, kwargs)
-        autocast = autocast_of(module)
+        autocast = autocast_of(self._first_parameter(module))
         if autocast != measured.autocast:
             self._tell("autocast", _other_autocast(autocast, measured.autocast))
         self._graphs = [graph for graph in self._graphs if _waits(graph())]
         if len(self._graphs) >= measured.forwards:
             self._tell("forwards", _more_forwards(len(self._graphs) + 1, measured.forwards))
+
+    def _first_parameter(self, module: nn.Module) -> Tensor | None:
+        """Its device is the model's, also after a move. To find it takes longer than all else here."""
+        found = self._parameter()
+        if found is None:
+            found = next(module.parameters(), None)
+            self._parameter = _nothing if found is None else weakref.ref(found)
+        return found
 
     def _compare_shapes(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -170,6 +179,10 @@ def _outputs(value: Any) -> Iterator[Tensor]:
         found = contents(value)
         for item in () if found is None else found[1]:
             yield from _outputs(item)
+
+
+def _nothing() -> None:
+    """As a weak reference whose object is gone."""
 
 
 def _waits(graph: _Graph | None) -> bool:

@@ -80,10 +80,16 @@ def _shapes_in(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
             yield from _shapes_in(f"{name}[{key!r}]", item)
 
 
-def autocast_of(model: nn.Module) -> str:
-    """The dtype of autocast on a model's device, by name; empty if autocast is off there."""
-    first = next(model.parameters(), None)
-    device_type = "cpu" if first is None else first.device.type
+def autocast_of(parameter: Tensor | None) -> str:
+    """The dtype of autocast on a parameter's device, by name; empty if autocast is off there, or nothing is.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     autocast_of(torch.zeros(1)), autocast_of(None)
+    ('bfloat16', '')
+    """
+    if parameter is None:
+        return ""
+    device_type = parameter.device.type
     try:
         if not torch.is_autocast_enabled(device_type):
             return ""
@@ -107,7 +113,8 @@ class Recorder:
         if not torch.is_grad_enabled():
             return
         if not self._forwards:
-            self._autocast, self._training = autocast_of(model), model.training
+            self._autocast = autocast_of(next(model.parameters(), None))
+            self._training = model.training
         self._forwards += 1
         for name, shape in input_shapes(self._names, args, kwargs):
             if name not in self._shapes or shape.numel() > prod(self._shapes[name]):
