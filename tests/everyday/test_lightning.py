@@ -185,7 +185,7 @@ class Adversarial(LightningModule):
         x, _ = next(iter(self.trainer.train_dataloader))
         if self.fits:
             options = {"loss": lambda output: F.softplus(-self.discriminator(output)).mean()}
-            options["optimizer"] = self.optimizers()
+            options |= {"optimizer": self.optimizers(), "accumulates": True}
             recoup.fit(self.generator, x, budget=budget_of(self.generator, x, **options), **options)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

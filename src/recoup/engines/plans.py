@@ -274,10 +274,10 @@ def _too_small(tightest: ModelPlan, budget_bytes: int) -> BudgetError:
     smallest = _smallest_budget(tightest)
     peak = tightest.schedule.predicted.peak
     unit = profile.units[peak.unit]
-    given = "" if profile.holds_output else ", with the model's output let go before the backward,"
+    given = "" if profile.holds_output else " with the model's output let go before the backward"
     return BudgetError(
         f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
-        f" budget{given} is {format_bytes(smallest)} ({smallest} bytes), set by the {peak.phase} of {unit.name!r}:"
+        f" budget is {format_bytes(smallest)} ({smallest} bytes){given}, set by the {peak.phase} of {unit.name!r}:"
         f" {_floor(tightest)}. {' '.join(_advice(tightest))}",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,

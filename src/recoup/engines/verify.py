@@ -202,7 +202,7 @@ class _Verifier:
                 parameter.grad = None
 
     def _prepare(self) -> None:
-        if self.accumulates:
+        if self.accumulates or self.step.leaves_gradients:
             for parameter in self.step.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
