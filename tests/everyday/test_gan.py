@@ -68,9 +68,12 @@ class Gan:
 
 def plain_peak() -> int:
     """Of a step that finds the optimizers' state there."""
-    gan = Gan()
-    gan.step()
-    return peak_bytes(gan.step, *gan.living())
+    return two_steps(Gan())
+
+
+def two_steps(gan: Gan) -> int:
+    """The peak of two steps: the second finds the optimizers' state and the gradients of the first."""
+    return peak_bytes(lambda: (gan.step(), gan.step()), *gan.living())
 
 
 @pytest.mark.parametrize("optimizer", ["own", "both", "none"])
@@ -99,9 +102,9 @@ def test_the_smallest_budget_is_the_smallest() -> None:
     fitted = recoup.fit(gan.generator, budget=smallest, **options)
     assert fitted.verification.peak_bytes <= smallest
     assert fitted.verification.peak_bytes >= 0.9 * smallest
-    gan.step()
-    real = peak_bytes(gan.step, *gan.living())
-    assert 0.9 * smallest <= real <= smallest
+    real = two_steps(gan)
+    # A loop holds a few scalars more than a step.
+    assert 0.9 * smallest <= real <= 1.005 * smallest
 
 
 def test_both_models_are_fitted() -> None:

@@ -162,8 +162,8 @@ class TrainingStep:
         except Exception as error:
             raise _LossFailedError(describe_sample(output)) from error
 
-    def run(self, at_backward: Callable[[Tensor, Any], None]) -> None:
-        """Runs the step; ``at_backward(loss, output)`` stands in for each backward.
+    def run(self, at_backward: Callable[[Tensor, Any], bool | None]) -> None:
+        """Runs the step; ``at_backward(loss, output)`` stands in for each backward, unless it returns True.
 
         A step of the user's finds gradients of zero after it: scalers, clipping and optimizers look for some. It also
         finds those of the step before when it begins.
@@ -173,9 +173,11 @@ class TrainingStep:
             at_backward(loss, output)
             return
 
-        def backward(loss: Tensor) -> None:
-            at_backward(loss, None)
+        def backward(loss: Tensor) -> bool:
+            if at_backward(loss, None):
+                return True
             self._give_gradients(trained)
+            return False
 
         trained = self._trained()
         # So that it does the same each time, from the same counters.
@@ -273,11 +275,12 @@ def _unrepeatable(name: str, iterator: Any) -> SampleError:
 
 
 @contextmanager
-def _backward_replaced(replacement: Callable[[Tensor], None]) -> Any:
-    """Gives every ``loss.backward()`` inside to ``replacement``."""
+def _backward_replaced(replacement: Callable[[Tensor], bool]) -> Any:
+    """Gives every ``loss.backward()`` inside to ``replacement``, and runs those for which that returns True."""
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        replacement(tensors if isinstance(tensors, Tensor) else tensors[0])
+        if replacement(tensors if isinstance(tensors, Tensor) else tensors[0]):
+            original(tensors, *args, **kwargs)
 
     original = torch.autograd.backward
     torch.autograd.backward = backward

@@ -7,8 +7,8 @@ NOTE [ Streaming ]
        cheapest: a forward that records a graph without any data in it.
     3. After the first backward that reaches the model nothing more is visited. A second forward before the gradients
        are dropped means that the step accumulates gradients.
-    4. A backward that does not reach the model is another one's (a discriminator's). If nothing is left by then of what
-       units handed on, the visitor begins anew; later streams of the step do not visit these calls at all.
+    4. A backward that does not reach the model is another one's (a discriminator's), and runs. If nothing is left by
+       then of what units handed on, the visitor begins anew; later streams do not visit these calls at all.
 """
 
 from __future__ import annotations
@@ -228,15 +228,16 @@ class _Stream:
         for tensor in needing_gradient(handed):
             tensor.grad_fn.metadata[_Mark] = mark  # type: ignore[union-attr, index]
 
-    def _backward(self, loss: Tensor, output: Any) -> None:
+    def _backward(self, loss: Tensor, output: Any) -> bool:
+        """Whether a backward is another model's, and runs as it is."""
         if self.has_ended:
-            return
+            return False
         if self.step.step is None or self._reaches_model(loss):
             self.has_ended = True
             self.accumulates = self._has_gradients()
             self.has_stale &= not self.accumulates
             self.visitor.end(loss, output)
-            return
+            return False
         self.num_foreign += 1
         is_new = self.num_foreign > self.step.num_skipped
         if is_new and not any(mark() is not None for mark in self.handed):
@@ -244,6 +245,7 @@ class _Stream:
         if self.num_foreign == self.step.num_skipped:
             self.num_calls, self.calls_of, self.handed = 0, {}, []
             self.visitor.restart()
+        return loss.requires_grad
 
     def _has_gradients(self) -> bool:
         """Whether gradients of the step before are still there."""
