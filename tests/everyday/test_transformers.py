@@ -24,8 +24,6 @@ from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     BatchEncoding,
-    BertConfig,
-    BertForSequenceClassification,
     DataCollatorWithPadding,
     GPT2LMHeadModel,
     T5Config,
@@ -92,15 +90,14 @@ def run_trainer(*, is_fitted: bool, make: Any = gpt2) -> tuple[float, dict[str, 
 @pytest.mark.usefixtures("_in_a_folder")
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_trainer_with_default_arguments(make: Any) -> None:
-    """Fitted, twice in one process, and not: the same losses and weights, and the peak under the budget."""
+    """The same losses and weights as of the model that is not fitted, and the peak under the budget."""
     loss, weights, plain_bytes, _ = run_trainer(is_fitted=False, make=make)
-    for _ in range(2 if make is gpt2 else 1):
-        fitted_loss, fitted_weights, peak, budget = run_trainer(is_fitted=True, make=make)
-        assert fitted_loss == loss
-        assert_same(fitted_weights, weights)
-        # The Trainer fetches a batch ahead; `fit` counts one.
-        assert peak <= budget + 2 * 3 * 8 * 32 * 8
-        assert peak < 0.9 * plain_bytes
+    fitted_loss, fitted_weights, peak, budget = run_trainer(is_fitted=True, make=make)
+    assert fitted_loss == loss
+    assert_same(fitted_weights, weights)
+    # The Trainer fetches a batch ahead; `fit` counts one.
+    assert peak <= budget + 2 * 3 * 8 * 32 * 8
+    assert peak < 0.9 * plain_bytes
 
 
 @pytest.mark.usefixtures("_in_a_folder")
@@ -299,23 +296,6 @@ def test_signatures_are_the_model_s_own(make: Any) -> None:
 
 
 # Other kinds of models
-
-
-def test_a_classifier_with_a_padding_collator() -> None:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=128,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        num_labels=3,
-    )
-    model = BertForSequenceClassification(config).train()
-    batch = {**tokens(), "labels": torch.randint(0, 3, (8,))}
-    fitted = recoup.fit(model, batch, budget=budget_for(model, batch))
-    assert fitted.verification.gradients == "bit-equal"
 
 
 def test_an_encoder_and_decoder() -> None:
