@@ -1,6 +1,6 @@
 """Draws the README's picture: step time against activation memory, hand-made recipes and `recoup.fit`.
 
-Run it with ``python docs/draw_frontier.py``; it reads ``benchmarks/results/llama_h200_*.md``, which
+Run it with ``python docs/draw_frontier.py``; it reads the newest ``benchmarks/results/llama_h200_*.md``, which
 ``python benchmarks/llama.py`` writes on a GPU.
 """
 
@@ -8,85 +8,77 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
-DOCS = Path(__file__).resolve().parent
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 400, 64, 24, 46, 52
-OURS, THEIRS, SELECTIVE = "#2563a8", "#9a9a9a", "#c2671f"
-Point = tuple[float, float]
+from drawing import DOCS, LEFT, RIGHT, WIDTH, Axis, Picture, write
+
+TOP, FLOOR, HEIGHT = 70, 354, 424
 
 
-def read(path: Path) -> tuple[list[Point], list[Point], list[Point]]:
-    """Activation GiB and milliseconds: checkpoints on k blocks, the selective checkpoint, and ours."""
-    blocks, selective, ours = [], [], []
-    for line in path.read_text().splitlines():
+class Point(NamedTuple):
+    """A way to run the step."""
+
+    name: str
+    gib: float
+    ms: float
+
+    @property
+    def what(self) -> str:
+        """As the picture says it where one points."""
+        return f"{self.name}: {self.ms:g} ms, {self.gib:g} GiB"
+
+
+def newest_results() -> Path:
+    """What to draw."""
+    return sorted((DOCS.parent / "benchmarks" / "results").glob("llama_h200_*.md"))[-1]
+
+
+def read(path: Path) -> dict[str, list[Point]]:
+    """The points by colour: checkpoint on k blocks, the selective checkpoint, and ours."""
+    found: dict[str, list[Point]] = {"grey": [], "orange": [], "blue": []}
+    for line in path.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0].startswith("checkpoint on"):
-            blocks.append((float(cells[2]), float(cells[1])))
+            found["grey"].append(Point(cells[0], float(cells[2]), float(cells[1])))
         elif cells[0] == "selective checkpoint":
-            selective.append((float(cells[2]), float(cells[1])))
-        elif re.fullmatch(r"\d+\.\d+", cells[0]) and (found := re.match(r"([\d.]+) \(([\d.]+)\)", cells[3])):
-            ours.append((float(found[2]), float(found[1])))
-    return blocks, selective, sorted(ours)
+            found["orange"].append(Point(cells[0], float(cells[2]), float(cells[1])))
+        elif re.fullmatch(r"\d+\.\d+", cells[0]) and (ours := re.match(r"([\d.]+) \(([\d.]+)\)", cells[3])):
+            found["blue"].append(Point(f"recoup.fit at {cells[0]} GiB", float(ours[2]), float(ours[1])))
+    return found
 
 
-def draw(blocks: list[Point], selective: list[Point], ours: list[Point]) -> str:
+def draw(found: dict[str, list[Point]]) -> str:
     """The picture as SVG."""
-    points = [*blocks, *selective, *ours]
-    high = max(gib for gib, _ in points) * 1.04
-    low_ms, high_ms = min(ms for _, ms in points) - 4, max(ms for _, ms in points) + 4
-
-    def at(point: Point) -> Point:
-        x = LEFT + point[0] / high * (WIDTH - LEFT - RIGHT)
-        y = TOP + (high_ms - point[1]) / (high_ms - low_ms) * (HEIGHT - TOP - BOTTOM)
-        return x, y
-
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        label(
-            LEFT,
-            24,
-            "Llama-style decoder, 1.1 B parameters, one H200, eager: time of a step against memory",
-            15,
-        ),
-    ]
-    for gib in range(0, int(high) + 1, 2):
-        x, _ = at((gib, low_ms))
-        lines.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#ececec"/>')
-        lines.append(label(x, HEIGHT - BOTTOM + 18, str(gib), 12, "middle"))
-    for ms in range(int(low_ms / 10 + 1) * 10, int(high_ms) + 1, 10):
-        _, y = at((0, ms))
-        lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.0f}" y2="{y:.0f}" stroke="#ececec"/>')
-        lines.append(label(LEFT - 8, y + 4, str(ms), 12, "end"))
-    lines.append(label((LEFT + WIDTH) / 2, HEIGHT - 12, "activation memory at the peak, GiB", 13, "middle"))
-    lines.append(label(8, TOP - 8, "ms", 13))
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, ours))
-    lines.append(f'<polyline points="{path}" fill="none" stroke="{OURS}" stroke-width="2"/>')
-    for kind, colour, radius in ((blocks, THEIRS, 4), (selective, SELECTIVE, 5), (ours, OURS, 4.5)):
-        lines += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"/>' for x, y in map(at, kind)
-        ]
-    legend = (
-        ("recoup.fit", OURS),
-        ("torch checkpoint on k of 16 blocks", THEIRS),
-        ("torch selective checkpoint", SELECTIVE),
+    points = [point for kind in found.values() for point in kind]
+    low_ms, high_ms = min(p.ms for p in points) - 4, max(p.ms for p in points) + 4
+    memory = Axis(LEFT, WIDTH - RIGHT - 20, 0, max(p.gib for p in points) * 1.04)
+    time = Axis(FLOOR, TOP, low_ms, high_ms)
+    picture = Picture(HEIGHT, "Step time against activation memory: recoup.fit and recipes by hand")
+    picture.text(24, 26, "Llama-style decoder, 1.1 B parameters, one H200, eager", kind="title")
+    picture.text(24, 48, "time of a step against activation memory at its peak", kind="soft")
+    picture.y_axis(time, LEFT, "ms", right=memory.end)
+    picture.x_axis(memory, FLOOR, "GiB", top=TOP)
+    ours = sorted(found["blue"], key=lambda point: point.gib)
+    picture.path([(memory.at(p.gib), time.at(p.ms)) for p in ours], "blue", width=2)
+    for colour, kind in found.items():
+        for point in kind:
+            picture.dot(memory.at(point.gib), time.at(point.ms), 5, colour, point.what)
+    picture.legend(
+        24,
+        HEIGHT - 14,
+        {
+            "blue": "recoup.fit",
+            "grey": "torch checkpoint on k of 16 blocks",
+            "orange": "torch selective checkpoint",
+        },
     )
-    for index, (text, colour) in enumerate(legend):
-        x, y = WIDTH - RIGHT - 262, TOP + 20 + 22 * index
-        lines += [f'<circle cx="{x}" cy="{y}" r="5" fill="{colour}"/>', label(x + 12, y + 4, text, 13)]
-    return "\n".join([*lines, "</svg>", ""])
+    return picture.svg()
 
 
-def label(x: float, y: float, text: str, size: int, anchor: str = "start") -> str:
-    """A piece of text."""
-    return f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}" fill="#333333">{text}</text>'
-
-
-def main() -> None:
-    """Draws the newest results."""
-    newest = sorted((DOCS.parent / "benchmarks" / "results").glob("llama_h200_*.md"))[-1]
-    (DOCS / "frontier.svg").write_text(draw(*read(newest)))
+def pictures() -> dict[str, str]:
+    """The picture by its name."""
+    return {"frontier.svg": draw(read(newest_results()))}
 
 
 if __name__ == "__main__":
-    main()
+    write(pictures())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from typing import Any
 
 from recoup.auditing.findings import Audit, Kind, make_finding
 from recoup.engines.plans import ModelPlan, minimum_budget, plan
@@ -25,6 +26,31 @@ class Made:
     plan: ModelPlan
     audit: Audit = field(default_factory=lambda: Audit(()))
     verification: Verification | None = None
+
+
+@dataclass(frozen=True)
+class NotedPlan(ModelPlan):
+    """A plan that says something about itself."""
+
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NotedVerification(Verification):
+    """A verification that says something about itself."""
+
+    notes: tuple[str, ...] = ()
+
+
+def with_notes(made: Made, *, plan: Sequence[str] = (), verification: Sequence[str] = ()) -> Made:
+    """The same fitted model, whose plan and verification come with sentences."""
+
+    def noted(kind: type[Any], value: Any, notes: Sequence[str]) -> Any:
+        kept = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+        return kind(**{**kept, "notes": tuple(notes)})
+
+    seen = made.verification and noted(NotedVerification, made.verification, verification)
+    return replace(made, plan=noted(NotedPlan, made.plan, plan), verification=seen)
 
 
 def make_profile(

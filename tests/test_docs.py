@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import recoup
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    """accelerate's state is the process's, and Trainer makes it too: the next page starts afresh."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+# What other libraries say of themselves, and of machines without an accelerator.
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*num_workers.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*less than the logging interval.*:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -36,3 +56,46 @@ def test_links_and_pictures_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_anchors_lead_to_headings() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if "://" in target:
+                continue
+            text = (page.parent / target if target else page).read_text(encoding="utf-8")
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            known = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+            }
+            assert anchor in known, f"{page.name}: {target}#{anchor}"
+
+
+def test_every_error_has_an_entry() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == recoup.errors.__all__
+
+
+def test_the_comparison_has_every_row_of_the_results() -> None:
+    """Budget, baseline, milliseconds and ratio: the page's table is the results' own."""
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks" / "results" / "llama_h200_202611.md").read_text(encoding="utf-8")
+    measured = re.findall(
+        r"^\| ([\d.]+) \| ([^|]+) \| ([\d.]+) \([\d.]+\) \| ([\d.]+) \([\d.]+\) \| ([\d.]+) \|",
+        results,
+        re.MULTILINE,
+    )
+    shown = re.findall(r"^\| ([\d.]+) \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert shown == measured
+    assert shown
+
+
+def test_the_comparison_shows_what_was_compiled() -> None:
+    """Rows of the results' last table, as they stand there, once a run has written them."""
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks" / "results" / "llama_h200_202611.md").read_text(encoding="utf-8")
+    section = page.split("\n## One decoder, compiled\n", 1)[1].split("\n## ", 1)[0]
+    head = "| contender | ms | activations GiB | build s |\n"
+    assert (head in section) == (head in results)
+    shown = re.findall(r"^\| .* \|$", section, re.MULTILINE)
+    assert set(shown) <= set(results.splitlines())

@@ -1,14 +1,17 @@
-"""The documentation as a site: built without a warning, complete, and readable without a network."""
+"""The documentation as a site: built without a warning, complete, and readable without a network, also on a phone."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +37,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}: pip ins
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     result = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -42,7 +45,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    # Without --quiet, which hides warnings also from --strict.
     assert "WARNING" not in result.stdout + result.stderr
+    assert "Building documentation" in result.stderr
     return folder
 
 
@@ -77,7 +82,7 @@ class _Page(HTMLParser):
 def test_every_page_is_built(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(DOCS)).with_suffix(".html").exists(), page.name
-    for picture in DOCS.rglob("*.svg"):
+    for picture in [*DOCS.rglob("*.svg"), *DOCS.rglob("*.png")]:
         assert (site / picture.relative_to(DOCS)).exists(), picture.name
     assert not list(site.rglob("*.py"))
 
@@ -99,6 +104,14 @@ def test_markdown_was_understood(site: Path) -> None:
             )
 
 
+def test_doctests_of_the_reference_are_code(site: Path) -> None:
+    """A doctest that Markdown took for prose is a quote in a quote in a quote."""
+    for path in (site / "reference").glob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert "<blockquote>" not in text, path.name
+        assert ("&gt;&gt;&gt; " in text) == ('<div class="language-pycon highlight">' in text), path.name
+
+
 def test_the_reference_has_every_public_name(site: Path) -> None:
     anchors = set()
     for path in (site / "reference").glob("*.html"):
@@ -111,3 +124,84 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert not {"recoup.measure.measure", "recoup.describe.describe", "recoup.planning.plan.plan"} & anchors
     wanted |= {f"recoup.sizes.{name}" for name in recoup.sizes.__all__} | {"recoup.checkpointing.Span"}
     assert wanted - anchors <= {"recoup.planning.graphs", "recoup.measuring.measure"}
+
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+# Elements that reach beyond the page and are in no box that scrolls.
+BEYOND = """
+const scrolls = e => ["auto", "scroll"].includes(getComputedStyle(e).overflowX);
+const isBoxed = e => { while ((e = e.parentElement) !== document.body) if (scrolls(e)) return true; return false };
+return [...document.querySelectorAll(".md-header *, .md-container *")].filter(e => {
+  const box = e.getBoundingClientRect();
+  const isShown = box.width && box.height && e.checkVisibility({ visibilityProperty: true });
+  return isShown && box.right > innerWidth + 1 && !isBoxed(e);
+}).map(e => `${e.tagName}.${e.className}: ${e.textContent.trim().slice(0, 40)}`)
+"""
+CUT_OFF = """
+return [...document.querySelectorAll("pre > code, .md-typeset__scrollwrap, p")]
+  .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.trim().slice(0, 80))
+"""
+SCALES = """
+return [...document.querySelectorAll("img[src$='.svg']")].map(e => e.getBoundingClientRect().width / e.naturalWidth)
+"""
+FOUND = "return [...document.querySelectorAll('.md-search-result__item a')].map(e => e.href)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip(
+            "chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)"
+        )
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    from selenium.webdriver.chrome.service import Service
+
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def _resize(browser: Any, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+# The driver's own sockets and log files are closed when Python pleases.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_is_cut_off(width: int, site: Path, browser: Any) -> None:
+    """On a phone code, tables and pictures scroll in boxes of their own; on a desktop nothing has to."""
+    _resize(browser, width)
+    for path in sorted(site.rglob("*.html")):
+        if path.name == "404.html":  # for servers: its links begin at their root
+            continue
+        browser.get(path.as_uri())
+        name = path.relative_to(site).as_posix()
+        wide, inner = browser.execute_script("return [document.scrollingElement.scrollWidth, innerWidth]")
+        assert wide <= inner == width, name
+        assert browser.execute_script(BEYOND) == [], name
+        if width == 1280:
+            assert browser.execute_script(CUT_OFF) == [], name
+        # Pictures have type of 15 px; it is shown with 13 px or more.
+        assert all(15 * scale >= 13 for scale in browser.execute_script(SCALES)), name
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_search_works_from_a_folder(site: Path, browser: Any) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    _resize(browser, 1280)
+    for page in ("index.html", "reference/index.html"):
+        browser.get((site / page).as_uri())
+        field = browser.find_element("css selector", ".md-search__input")
+        field.click()
+        field.send_keys("minimum_budget")
+        found = WebDriverWait(browser, 60).until(lambda driver: driver.execute_script(FOUND))
+        assert any(address.startswith((site / "reference").as_uri()) for address in found), found
+    assert browser.get_log("browser") == []

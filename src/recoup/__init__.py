@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from recoup.fitting import fit, verify
     from recoup.measuring import measure
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Checkpoint",

@@ -8,7 +8,10 @@ NOTE [ Searching batch sizes ]
        seconds of the same units under the same options. So every batch size in between is planned for by such
        lines, which costs no measurement, and the most promising is looked at closely, until none promises more.
     4. Seconds bend upwards (first operations cost their start, then their bytes), so lines promise too little: the
-       further apart their ends, the more. That much is added to what they promise.
+       further apart their ends, the more, and most of all halfway between them. That much is added to what they
+       promise.
+    5. Where the device is busy, throughput hardly rises any more, but memory still does. Of all batch sizes that were
+       looked at, the smallest is taken whose throughput is within 1 % of the best.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +31,19 @@ from recoup.errors import BudgetError, SampleError
 from recoup.fitting import plan_to_fit
 from recoup.measuring import Hardware, Profile, find_hardware, measure
 from recoup.measuring.budgets import read_budget
+from recoup.measuring.made import Made, read_made
 from recoup.measuring.steps import TrainingStep
+from recoup.measuring.trees import map_tensors, tensors_in
 from recoup.measuring.units import Units
 from recoup.planning import Option, Problem, Unit
 from recoup.sizes import format_bytes
 
 __all__ = ["BatchChoice", "TriedBatch", "largest_batch"]
 
-Made: TypeAlias = tuple[nn.Module, Any] | tuple[nn.Module, Any, Callable[[Any], Tensor] | None]
-"""A model and a sample, and perhaps a loss."""
-# Twice in a row, a doubled batch gained less than this: the device is busy.
+# A gain in throughput that is worth a larger batch. Twice in a row, a doubled batch gained less: the device is busy.
 _LEAST_GAIN = 0.01
 _MOST_LOOKS = 8
-# A gain that is worth one more look; and how much lines may promise too little, their ends far apart.
+# A gain that is worth one more look; and how much lines may promise too little, halfway between ends far apart.
 _WORTH, _DOUBT = 1e-3, 0.1
 # Planning for one batch size takes milliseconds for each unit.
 _MOST_LINES, _LEAST_LINES, _MOST_UNITS_PLANNED = 64, 8, 1600
@@ -68,7 +71,7 @@ class TriedBatch:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """The batch size with the best throughput.
+    """The smallest batch size with the best throughput, or within 1 % of it.
 
     Attributes:
         batch_size: in samples.
@@ -84,20 +87,31 @@ class BatchChoice:
 
     def __str__(self) -> str:
         note = ", estimated" if self.plan.profile.seconds_are_estimates else ""
+        if any(batch.seconds and batch.batch_size > self.batch_size for batch in self.tried):
+            note += f"; larger batches gain less than {_LEAST_GAIN:.0%}".replace("%", " %")
         rows = [
             f"Batch size {self.batch_size} within {format_bytes(self.plan.budget_bytes)}:"
-            f" {self.samples_per_second:.4g} samples per second{note}"
+            f" {_speed(self.samples_per_second)} samples per second{note}"
         ]
         for batch in self.tried:
             peak = format_bytes(batch.predicted_bytes)
-            speed = f"{batch.samples_per_second:.4g}/s" if batch.seconds else "does not fit"
+            speed = f"{_speed(batch.samples_per_second)}/s" if batch.seconds else "does not fit"
             mark = " <" if batch.batch_size == self.batch_size else ""
             rows.append(f"  {batch.batch_size:>6}{peak:>12}{speed:>16}{mark}")
         return "\n".join(rows)
 
 
+def _speed(samples_per_second: float) -> str:
+    """Four digits, and never an exponent.
+
+    >>> _speed(3_199_821.0), _speed(12.3456)
+    ('3,199,821', '12.35')
+    """
+    return f"{samples_per_second:,.0f}" if samples_per_second >= 1000 else f"{samples_per_second:.4g}"
+
+
 def largest_batch(
-    make: Callable[[int], Made],
+    make: Callable[[int], Any],
     *,
     budget: int | str,
     hardware: Hardware | str | Path | None = None,
@@ -109,21 +123,26 @@ def largest_batch(
 ) -> BatchChoice:
     """Finds the batch size with the best throughput under a budget, over batch size and plan together.
 
-    Without ``hardware`` every batch size that is looked at is measured on the model's device; with it, none is run.
+    A larger batch takes more memory also where it hardly trains faster: of the batch sizes that were looked at, the
+    smallest is taken that trains within 1 % of the most samples per second. Without ``hardware`` every batch size
+    that is looked at is measured on the model's device; with it, none is run.
 
     Args:
-        make: from a batch size to model and sample, and perhaps a loss. The model may be the same each time.
+        make: from a batch size to ``(model, sample)``, ``(model, sample, loss)``, ``(model, sample, loss, optimizer)``
+            or a dict with these names. The model may be the same each time.
         budget: bytes that the whole step may peak at: ``"8GiB"``, ``"80%"`` of the device, or ``"auto"``.
         hardware: to estimate for, as `measure` takes it.
         ranks: with ``hardware``, over how many of them the model is divided; the batch is one rank's.
-        optimizer: from a model to its optimizer, such as ``lambda model: AdamW(model.parameters())``.
+        optimizer: from a model to its optimizer, such as ``lambda model: AdamW(model.parameters())``; unless given,
+            the one that ``make`` returns.
         units: the modules to decide about, as `measure` takes them; by name or predicate.
         accumulates: gradients are there when a step begins.
         most: no batch is larger. Unless given, the search also ends where larger batches gain nothing more.
 
     Raises:
         BudgetError: not even one sample fits.
-        SampleError: ``make`` returns something else, or its model does not take its sample.
+        SampleError: ``make`` returns something else, or the same sample for two batch sizes; or its model does not
+            take its sample.
         HardwareError: there is no such hardware.
 
     >>> from torch import nn
@@ -137,20 +156,22 @@ def largest_batch(
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise SampleError(f"most must be a whole number of at least 1; got {most!r}.")
     known = None if hardware is None else find_hardware(hardware)
+    build = _Builder(make)
 
     def look(batch_size: int) -> ModelPlan:
-        model, sample, loss = _made(make(batch_size))
-        made = None if optimizer is None else optimizer(model)
+        made = build(batch_size)
+        model, sample = made.model, made.sample
+        stepped = made.optimizer if optimizer is None else optimizer(model)
         budget_bytes = read_budget(budget, model, sample, hardware=known)
         if known is None:
             _make_room()
-            step = TrainingStep(model, sample, loss=loss, optimizer=made)
+            step = TrainingStep(model, sample, loss=made.loss, optimizer=stepped)
             return plan_to_fit(step, budget_bytes, units=units, accumulates=accumulates)
         profile = measure(
             model,
             sample,
-            loss=loss,
-            optimizer=made,
+            loss=made.loss,
+            optimizer=stepped,
             units=units,
             accumulates=accumulates,
             hardware=known,
@@ -162,7 +183,50 @@ def largest_batch(
         raise SampleError(
             f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
-    return _Search(look, most).run()
+    try:
+        return _Search(look, most).run()
+    except BudgetError:
+        if most != 1:
+            build(2)  # one sample may not fit because it is more than one
+        raise
+
+
+class _Builder:
+    """Calls ``make``, and finds out if it ignores the batch size."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+        self._sizes: dict[str, int] = {}
+
+    def __call__(self, batch_size: int) -> Made:
+        """What it makes.
+
+        Raises:
+            SampleError: that is no model and sample, or a sample as large as that of another batch size.
+        """
+        made = read_made(self._make(batch_size), f"make({batch_size})")
+        if made.step is not None:
+            raise SampleError("largest_batch needs a sample and perhaps a loss; make returned step= instead.")
+        other = self._sizes.setdefault(_form_of(made.sample), batch_size)
+        if other != batch_size:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(made.sample))
+            least = min(other, batch_size)
+            limit = f", or, if there are no larger batches, give most={least}" if least > 1 else ""
+            raise SampleError(
+                f"make({other}) and make({batch_size}) return samples of the same size ({shapes or 'no tensors'}): let"
+                f" make use its argument, which is the batch size{limit}."
+            )
+        return made
+
+
+def _form_of(sample: Any) -> str:
+    """A sample without the values of its tensors: their shapes, and whatever is beside them."""
+
+    def bare(tensor: Tensor) -> Tensor:
+        shape = (tensor.numel(),) if tensor.is_nested else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return repr(map_tensors(bare, sample))
 
 
 def _make_room() -> None:
@@ -170,15 +234,6 @@ def _make_room() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _made(made: Any) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise SampleError(
-            "make(batch_size) must return (model, sample) or (model, sample, loss); got"
-            f" {'a tuple of ' + str(len(made)) if isinstance(made, tuple) else type(made).__name__}."
-        )
-    return made[0], made[1], made[2] if len(made) == 3 else None
 
 
 class _Search:
@@ -198,7 +253,7 @@ class _Search:
             raise self._refusal
         self._find_largest()
         self._find_fastest()
-        best = self._best()
+        best = self._smallest_of_the_best()
         tried = tuple(self.tried[size] for size in sorted(self.tried))
         return BatchChoice(best, self.plans[best], self.tried[best].samples_per_second, tried)
 
@@ -221,6 +276,11 @@ class _Search:
 
     def _best(self) -> int:
         return max(self.plans, key=lambda size: (self.tried[size].samples_per_second, -size))
+
+    def _smallest_of_the_best(self) -> int:
+        """NOTE [ Searching batch sizes ], 5."""
+        enough = self.tried[self._best()].samples_per_second / (1 + _LEAST_GAIN)
+        return min(size for size in self.plans if self.tried[size].samples_per_second >= enough)
 
     def _double(self) -> None:
         size, num_vain, fastest = 1, 0, 0.0
@@ -263,7 +323,9 @@ class _Search:
             line = known[place - 1], size, known[place]
             if line not in self._lines:
                 low, _, high = line
-                self._lines[line] = self._expected(*line) * (1 + _DOUBT * (high - low) / high)
+                # As a parabola that is 0 at both ends: what a bend adds between them.
+                bend = 4 * (size - low) * (high - size) / (high * (high - low))
+                self._lines[line] = self._expected(*line) * (1 + _DOUBT * bend)
             if self._lines[line] > speed:
                 found, speed = size, self._lines[line]
         return found

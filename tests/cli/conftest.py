@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 FACTORIES = """
+import warnings
+
 import torch
 from torch import nn
+
+import recoup.errors
 
 def block():
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
@@ -32,6 +36,28 @@ def with_optimizer():
 def by_name():
     return {"model": model(), "sample": torch.ones(64, 32), "loss": loss}
 
+def by_name_with_optimizer():
+    return dict(zip(("model", "sample", "loss", "optimizer"), with_optimizer()))
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = model()
+
+    def forward(self, x):
+        return loss(self.blocks(x))
+
+def pair():
+    return WithLoss(), torch.ones(64, 32)
+
+def loader_batch():
+    return model(), (torch.ones(64, 32), torch.zeros(64, 32)), nn.MSELoss()
+
+def several_optimizers():
+    made = model()
+    halves = [torch.optim.AdamW(part.parameters()) for part in (made[:2], made[2:])]
+    return made, torch.ones(64, 32), loss, halves
+
 def with_step():
     made = model()
     return {"model": made, "step": lambda: loss(made(torch.ones(64, 32))).backward()}
@@ -41,6 +67,22 @@ def sized(batch):
 
 def sized_by_default(batch=64):
     return sized(batch)
+
+def sized_with_optimizer(batch=64):
+    made = model()
+    return made, torch.ones(batch, 32), loss, torch.optim.AdamW(made.parameters())
+
+def sized_by_name(batch=64):
+    return dict(zip(("model", "sample", "loss", "optimizer"), sized_with_optimizer(batch)))
+
+def sized_pair(batch):
+    return WithLoss(), torch.ones(batch, 32)
+
+def not_sized(batch=64):
+    return make()
+
+def at_most_four(batch=4):
+    return sized(min(batch, 4))
 
 def in_place():
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 1)), torch.ones(4, 32), torch.sum
@@ -77,6 +119,44 @@ def no_scalar():
 
 def raises():
     raise OSError("no such weights:\\n  weights.pt")
+
+def needs_values():
+    sample = torch.rand(64, 32)
+    return model(), sample / sample.max().item(), loss
+
+class Failing(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(32, 1), error
+
+    def forward(self, x):
+        raise self.error
+
+def out_of_memory():
+    return Failing(torch.OutOfMemoryError("Tried to allocate\\n 20 GiB.")), torch.ones(64, 32)
+
+def interrupted():
+    return Failing(KeyboardInterrupt()), torch.ones(64, 32)
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("a bug in a backward")
+
+class WrongBackward(WithLoss):
+    def forward(self, x):
+        return Wrong.apply(super().forward(x))
+
+def wrong_backward():
+    return WrongBackward(), torch.ones(64, 32)
+
+def warned():
+    warnings.warn("Mind\\n  the gap.", recoup.errors.RecoupWarning)
+    return make()
 
 ready = model()
 number = 3

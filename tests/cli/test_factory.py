@@ -27,7 +27,10 @@ COMMANDS = ["fit --budget 1MB", "frontier", "audit", "measure --json profile.jso
         ("factories:no_model", "returned a str as model, not a torch.nn.Module"),
         ("factories:odd_names", "returned a dict with net, sample. It should return"),
         ("factories:optimizer_as_loss", "returned a SGD as loss, not a function"),
-        ("factories:loss_as_optimizer", "returned a function as optimizer, not a torch.optim.Optimizer"),
+        (
+            "factories:loss_as_optimizer",
+            "returned a function as optimizer, not a torch.optim.Optimizer or a list",
+        ),
         ("factories:sized", "factories:sized takes an argument, the batch size; give --batch"),
         ("factories:wrong_sample", "Sequential refuses the sample (float32[64, 7])"),
         ("factories:no_scalar", "The loss must be a scalar"),
@@ -37,7 +40,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(
     command: str, spec: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *rest = command.split()
-    assert main([name, spec, *rest]) == 1
+    assert main([name, spec, *rest]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("recoup: ")
@@ -46,14 +49,14 @@ def test_what_cannot_be_used_is_refused_in_one_line(
 
 
 def test_debug_shows_where_it_happened(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "factories:raises", "--debug"]) == 1
+    assert main(["audit", "factories:raises", "--debug"]) == 2
     err = capsys.readouterr().err
     assert 'in raises\n    raise OSError("no such weights' in err
     assert err.endswith("\nrecoup: factories:raises raised OSError: no such weights: weights.pt\n")
 
 
 def test_a_batch_size_for_a_factory_that_takes_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "factories:make", "--batch", "4"]) == 1
+    assert main(["audit", "factories:make", "--batch", "4"]) == 2
     assert "factories:make takes no batch size; leave out --batch" in capsys.readouterr().err
 
 
@@ -64,6 +67,14 @@ def test_what_factories_may_return(spec: str) -> None:
     assert made.sample.shape == (64, 32)
     assert made.loss is not None
     assert (made.optimizer is None) == (spec != "with_optimizer")
+
+
+def test_a_loaders_batch_and_several_optimizers_are_handed_on() -> None:
+    made = load_factory("factories:loader_batch").build()
+    inputs, targets = made.sample
+    assert (inputs.shape, targets.shape, type(made.loss)) == ((64, 32), (64, 32), torch.nn.MSELoss)
+    optimizers = load_factory("factories:several_optimizers").build().optimizer
+    assert [type(optimizer) for optimizer in optimizers] == [torch.optim.AdamW] * 2
 
 
 def test_batch_sizes_are_handed_over() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import recoup
 from recoup.cli import main
-from recoup.cli.parser import make_parser
+from recoup.cli.parser import make_parser, parse
 
 FACTORY = ["--accumulates", "--batch", "--units"]
 ALWAYS = ["--debug", "--help", "--quiet", "-h"]
@@ -20,7 +20,7 @@ OPTIONS = {
     "audit": ["--batch", "--units"],
     "demo": [],
     "fit": ["--budget", "--html", "--json", "--no-verify", *FACTORY],
-    "frontier": ["--budget", "--hardware", "--json", "--points", "--ranks", *FACTORY],
+    "frontier": ["--budget", "--hardware", "--json", "--most", "--points", "--ranks", *FACTORY],
     "hardware": ["--json"],
     "measure": ["--hardware", "--json", "--ranks", *FACTORY],
     "plan": ["--budget", "--json"],
@@ -77,7 +77,7 @@ def test_the_package_runs_as_a_module() -> None:
         text=True,
         env=environment(),
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "recoup: Cannot read no.json: [Errno 2] No such file or directory: 'no.json'\n"
 
 
@@ -100,8 +100,13 @@ def test_the_package_runs_as_a_module() -> None:
         ("frontier factories:make --points 0", "argument --points: '0' is not a whole number from 1 up"),
         ("frontier factories:make --hardware H200 --ranks two", "'two' is not a whole number from 1 up"),
         ("frontier factories:make --ranks 8", "--ranks goes with --hardware"),
-        ("fit factories:make --budget 1MB --json no/such/f.json", "'no/such/f.json' cannot be written"),
-        ("fit factories:make --budget 1MB --html .", "'.' cannot be written"),
+        ("frontier factories:make --most 8", "--most goes with --hardware"),
+        (
+            "fit factories:make --budget 1MB --json no/such/f.json",
+            "'no/such/f.json' cannot be written: No such file or directory",
+        ),
+        ("fit factories:make --budget 1MB --json factories.py/f.json", "cannot be written: Not a directory"),
+        ("fit factories:make --budget 1MB --html .", "'.' cannot be written: Is a directory"),
         ("measure factories:make", "the following arguments are required: --json"),
         ("audit factories:make --budget 1MB", "unrecognized arguments: --budget 1MB"),
         ("demo now", "unrecognized arguments: now"),
@@ -116,6 +121,14 @@ def test_a_wrong_command_line_is_refused_with_2(
     assert raised.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("usage: recoup")
+    assert err.startswith("recoup")
+    assert err.count("\n") == 1
+    assert err.endswith(" --help)\n")
     assert message in err
-    assert "Traceback" not in err
+
+
+def test_files_to_be_written_are_tried_first_and_left_as_they_are(folder: Path) -> None:
+    (folder / "old.json").write_text("old")
+    parse(["fit", "factories:make", "--budget", "1MB", "--json", "old.json", "--html", "new.html"])
+    assert (folder / "old.json").read_text() == "old"
+    assert not (folder / "new.html").exists()

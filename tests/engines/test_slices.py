@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import recoup
 from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove
 from recoup.engines.comparing import compare_units
-from recoup.errors import ApplyError, BudgetError
+from recoup.errors import ApplyError, BudgetError, RecoupWarning
 from recoup.measuring import Recipe
 from recoup.measuring.options import KEEP, RECOMPUTE, InnerForward
 from recoup.measuring.slices import SlicedForward
@@ -200,7 +200,8 @@ def test_other_calls_run_plainly(plainly: str) -> None:
         torch.manual_seed(1)
         assert torch.equal(fitted(x), expected)
     if plainly == "eval":
-        fitted(x).sum().backward()
+        with pytest.warns(RecoupWarning, match="not in force in this step, whose forward ran in eval mode"):
+            fitted(x).sum().backward()
     assert set(forwards.counts.values()) == {2 if plainly == "eval" else 1}
     fitted.train()
     forwards.counts.clear()

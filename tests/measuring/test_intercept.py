@@ -13,7 +13,7 @@ from recoup.measuring.options import InnerForward, MarkedCall, Recipe, run_recip
 
 
 class Doubled(StandIn):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         return 2 * self.original(*args, **kwargs)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_subjects import large_subject, make_subject
+from report_subjects import large_subject, make_subject, with_notes
 
-from recoup.report import write_html
+from recoup.report import to_notebook, write_html
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -45,11 +45,14 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_html(made, tmp_path_factory.mktemp("report") / "report.html").as_uri()
 
 
-@pytest.fixture(params=WIDTHS)
-def page(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterator[Any]:
-    width, height = WIDTHS[request.param]
+def set_width(browser: Any, width: int, height: int = 900) -> None:
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+@pytest.fixture(params=WIDTHS)
+def page(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterator[Any]:
+    set_width(browser, *WIDTHS[request.param])
     browser.get(address)
     browser.execute_script("localStorage.clear()")
     browser.get(address)
@@ -81,6 +84,113 @@ def test_nothing_overflows(page: Any, tmp_path: Path) -> None:
         )
         assert beyond == []
         assert page.save_screenshot(str(tmp_path / f"{theme}.png"))
+
+
+@pytest.mark.parametrize("width", [320, 390, 600, 768, 1024, 1181, 1280])
+def test_every_figure_of_every_unit_can_be_read(browser: Any, address: str, width: int) -> None:
+    set_width(browser, width)
+    browser.get(address)
+    # In the window without scrolling sideways, not narrower than its text, and under no other cell.
+    cells = browser.execute_script("""
+      return [...document.querySelectorAll('#units tbody td')].map(cell => {
+        const range = document.createRange();
+        range.selectNodeContents(cell);
+        const [box, text] = [cell.getBoundingClientRect(), range.getBoundingClientRect()];
+        cell.scrollIntoView({block: 'center', inline: 'nearest'});
+        const [x, y] = [text.left + text.width / 2, cell.getBoundingClientRect().top + (text.top - box.top) + 4];
+        return {
+          label: cell.textContent.trim().slice(0, 20), left: text.left, right: text.right,
+          fits: cell.scrollWidth <= cell.clientWidth, isOnTop: cell.contains(document.elementFromPoint(x, y)),
+        };
+      });
+    """)
+    assert len(cells) == 8 * 9
+    poor = [
+        cell
+        for cell in cells
+        if cell["left"] < 0 or cell["right"] > width or not cell["fits"] or not cell["isOnTop"]
+    ]
+    assert poor == []
+    scrolled = browser.execute_script("return document.querySelector('.scroll').scrollLeft")
+    assert scrolled == 0
+
+
+def test_figures_are_named_where_columns_are_not(browser: Any, address: str) -> None:
+    set_width(browser, 390)
+    browser.get(address)
+    names_of = "return [...document.querySelectorAll('#units tbody tr:first-child td.num')].map(cell => " + (
+        "getComputedStyle(cell, '::before').content.replaceAll('\"', ''))"
+    )
+    columns = ["Held, plain", "Held", "Output", "Transient", "Forward", "Backward", "Extra"]
+    assert browser.execute_script(names_of) == columns
+    set_width(browser, 1280)
+    assert browser.execute_script(names_of) == ["none"] * 7
+
+
+def test_where_the_frontier_leaves_the_plot(browser: Any, tmp_path: Path) -> None:
+    browser.get(write_html(make_subject(12, share=0.95), tmp_path / "report.html").as_uri())
+    for width in (390, 1280):
+        set_width(browser, width)
+        mark, plot = browser.execute_script(
+            "return ['.frontier .mark.beyond', '.plot.frontier'].map(name =>"
+            " document.querySelector(name).getBoundingClientRect().toJSON())"
+        )
+        assert mark["top"] <= plot["top"] <= mark["bottom"]
+        assert plot["left"] <= mark["left"]
+        assert mark["right"] <= plot["right"]
+        assert mark["width"] >= 16
+    tip = browser.find_element("id", "tip")
+    browser.execute_script("document.querySelector('.frontier .mark.beyond').focus()")
+    assert tip.text.splitlines()[0] == "lightest plan, beyond the plot"
+    assert "41.0 MiB" in tip.text
+
+
+def set_scheme(browser: Any, scheme: str) -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}] if scheme else []}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+@pytest.mark.parametrize(
+    ("body", "scheme", "is_dark"),
+    [
+        ('data-jp-theme-light="false"', "light", True),
+        ('data-jp-theme-light="true"', "dark", False),
+        ('class="vscode-dark"', "light", True),
+        ('class="vscode-high-contrast"', "light", True),
+        ('class="vscode-light"', "dark", False),
+        ('class="vscode-high-contrast vscode-high-contrast-light"', "dark", False),
+        ("", "dark", True),
+        ("", "light", False),
+    ],
+)
+def test_a_card_is_as_dark_as_its_notebook(
+    browser: Any, tmp_path: Path, body: str, scheme: str, is_dark: bool
+) -> None:
+    card = to_notebook(with_notes(make_subject(8), verification=["A note."]))
+    # As JupyterLab stripes tables.
+    stripes = ".out tbody tr:nth-child(odd) { background: #abcdef; }"
+    place = tmp_path / "notebook.html"
+    place.write_text(
+        f'<!doctype html><meta charset="utf-8"><style>{stripes}</style><body {body}><div class="out">{card}</div>',
+        encoding="utf-8",
+    )
+    set_width(browser, 1280)
+    set_scheme(browser, scheme)
+    browser.get(place.as_uri())
+    backgrounds, colours = browser.execute_script("""
+      const style = (name) => [...document.querySelectorAll(name)].map(element => getComputedStyle(element));
+      return [
+        [...new Set(style('.recoup').map(s => s.backgroundColor))],
+        [...new Set(style('.recoup td, .recoup p.note, .recoup li b').map(s => s.color))],
+      ];
+    """)
+    set_scheme(browser, "")
+    assert backgrounds == ["rgb(28, 32, 36)" if is_dark else "rgb(255, 255, 255)"]
+    assert colours == ["rgb(232, 234, 237)" if is_dark else "rgb(31, 35, 40)"]
+    striped = browser.execute_script(
+        "return [...document.querySelectorAll('.recoup tr')].map(row => getComputedStyle(row).backgroundColor)"
+    )
+    assert set(striped) == {"rgba(0, 0, 0, 0)"}
 
 
 def test_pointing_at_the_memory(page: Any) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from report_subjects import Made, large_subject, make_subject
+from report_subjects import Made, large_subject, make_subject, with_notes
 
 import recoup
 from recoup.report import to_html, to_notebook, write_html
+from recoup.report.tradeoff import make_tradeoff
 
 VOID = {"meta", "link", "input", "line", "path", "rect", "br"}
 
@@ -108,6 +109,43 @@ def test_names_from_the_model_are_text(small: Made) -> None:
     assert data["memory"]["names"]["1"] == f"{hostile}.0"
 
 
+def test_notes_are_sentences_and_text(small: Made) -> None:
+    hostile = "Compared with <script>alert('x')</script> off."
+    noted = with_notes(small, plan=["The plan counts on it."], verification=[hostile])
+    for text in (to_html(noted), to_notebook(noted)):
+        page = Page(text)
+        assert "The plan counts on it." in page.text("p")
+        assert hostile in page.text("p")
+        assert "<script>alert" not in text
+    assert Page(to_html(small)).count("div", "notes") == 0
+    assert Page(to_notebook(small)).count("p", "note") == 0
+
+
+def test_where_the_frontier_leaves_the_plot() -> None:
+    picture = make_tradeoff(make_subject(12, share=0.95).plan)
+    lightest = picture.plans[0]
+    assert picture.hidden == (lightest,)
+    assert picture.beyond is not None
+    assert (picture.beyond.peak_bytes, picture.beyond.seconds) == (
+        lightest.predicted_bytes,
+        lightest.predicted_s,
+    )
+    assert (picture.beyond.left, picture.beyond.bottom) == (picture.points[0].left, 100)
+    assert picture.line.startswith(f"M{picture.beyond.left * 10:.1f} 0.0V")
+    page = Page(to_html(make_subject(12, share=0.95)))
+    assert page.count("button", "beyond") == 1
+    assert "goes on beyond the plot, down to 41.0 MiB at +150 %" in page.text("li")
+
+
+def test_a_frontier_that_stays_in_the_plot(small: Made) -> None:
+    picture = make_tradeoff(small.plan)
+    assert picture.beyond is None
+    first = picture.points[0]
+    # It begins at its lightest plan, not above it.
+    assert picture.line.startswith(f"M{first.left * 10:.1f} {1000 - first.bottom * 10:.1f}V")
+    assert Page(to_html(small)).count("button", "beyond") == 0
+
+
 # benchmarks/startup.py measures the same on a real model.
 def test_a_thousand_units_stay_small(tmp_path: Path) -> None:
     place = write_html(large_subject(), tmp_path / "report.html")
@@ -139,6 +177,7 @@ def test_a_budget_far_above() -> None:
     page = Page(to_html(made))
     assert page.count("line", "budget") == 0
     assert "far above" in page.text("span")
+    assert "further right" in page.text("span")
 
 
 def test_a_fitted_model(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report_subjects import Made, make_profile, make_subject
+from report_subjects import Made, make_profile, make_subject, with_notes
 
 from recoup.auditing.findings import Audit, Kind, make_finding
 from recoup.engines.plans import ModelPlan
@@ -73,6 +73,30 @@ def test_notes() -> None:
         "  not deterministic in plain steps either: layers.0.weight, layers.1.weight, layers.2.weight,"
         " layers.3.weight and 2 more"
     )
+
+
+HELD = "The plan counts on the model's output (12.0 MiB) being let go before the backward."
+CACHE = "Compared with the baseline step with use_cache off."
+
+
+def test_notes_below_the_figures() -> None:
+    made = make_subject(8, unsafe=(1, 4), share=0.6)
+    text = to_text(with_notes(made, plan=[HELD], verification=[CACHE, HELD]))
+    figures = "  gradients                  bit-equal\n"
+    assert text == TABLE.replace(figures, f"{figures}\n  {HELD}\n  {CACHE}\n")
+    assert to_text(with_notes(made)) == TABLE
+
+
+def test_a_long_note_is_wrapped() -> None:
+    sentence = " ".join(["scratch-buffers"] * 20) + "."
+    lines = to_text(with_notes(make_subject(8), verification=[sentence])).splitlines()
+    wrapped = [line for line in lines if "scratch-buffers" in line]
+    assert len(wrapped) == 4
+    assert max(map(len, wrapped)) <= 100
+    assert " ".join(line.strip() for line in wrapped) == sentence
+    # Without a real step the plan's own are left.
+    unverified = with_notes(make_subject(8, is_verified=False), plan=[HELD])
+    assert f"\n\n  {HELD}\n\n" in to_text(unverified)
 
 
 def test_many_groups_are_cut() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recoup import auditing, batching, engines, fitting, measuring
+from recoup.batching import BatchChoice
 from recoup.cli.factory import Factory, load_factory
 from recoup.engines import ModelPlan
 from recoup.errors import CommandError, EncodingError
@@ -39,10 +41,8 @@ def fit(options: Namespace) -> None:
             verify=not options.no_verify,
         )
     _say(options, fitted)
-    if options.html is not None:
-        fitted.to_html(options.html)
-        _say(options, f"Report: {options.html}")
-    _write(options, fitted.plan.to_json(indent=1), "Plan")
+    _write(options, options.html, fitted.to_html, "Report")
+    _write_json(options, fitted.plan.to_json(indent=1), "Plan")
 
 
 def frontier(options: Namespace) -> None:
@@ -67,9 +67,11 @@ def frontier(options: Namespace) -> None:
         "device": profile.device,
         "plain": {"peak_bytes": profile.plain_bytes, "seconds": profile.plain.seconds},
         "points": [_figures(profile, point) for point in points],
-        "largest_batches": list(map(_scalars, answers)),
+        "largest_batches": [_batch_figures(answer) for answer in answers],
     }
-    _write(options, write_document("recoup.cli", _FRONTIER_VERSION, "frontier", body, indent=1), "Frontier")
+    _write_json(
+        options, write_document("recoup.cli", _FRONTIER_VERSION, "frontier", body, indent=1), "Frontier"
+    )
 
 
 def audit(options: Namespace) -> None:
@@ -87,7 +89,7 @@ def measure(options: Namespace) -> None:
     with _progress(options):
         profile = _measure(options, factory, imagined)
     _say(options, profile)
-    _write(options, profile.to_json(indent=1), "Profile")
+    _write_json(options, profile.to_json(indent=1), "Profile")
 
 
 def plan(options: Namespace) -> None:
@@ -99,7 +101,7 @@ def plan(options: Namespace) -> None:
         raise EncodingError(f"{options.profile}: {error}") from error
     chosen = engines.plan(profile, options.budget)
     _say(options, chosen)
-    _write(options, chosen.to_json(indent=1), "Plan")
+    _write_json(options, chosen.to_json(indent=1), "Plan")
 
 
 def hardware(options: Namespace) -> None:
@@ -107,7 +109,7 @@ def hardware(options: Namespace) -> None:
     with _progress(options):
         measured = measuring.measure_hardware()
     _say(options, measured)
-    _write(options, hardware_to_json(measured), "Hardware")
+    _write_json(options, hardware_to_json(measured), "Hardware")
 
 
 def demo(options: Namespace) -> None:
@@ -138,14 +140,19 @@ def _read(path: Path) -> str:
         raise CommandError(f"Cannot read {path}: {error}") from error
 
 
-def _write(options: Namespace, text: str, what: str) -> None:
-    if options.json is None:
+def _write_json(options: Namespace, text: str, what: str) -> None:
+    _write(options, options.json, lambda path: path.write_text(text + "\n", encoding="utf-8"), what)
+
+
+def _write(options: Namespace, path: Path | None, write: Callable[[Path], object], what: str) -> None:
+    """Writes a file, if one was asked for, and says so."""
+    if path is None:
         return
     try:
-        options.json.write_text(text + "\n", encoding="utf-8")
+        write(path)
     except OSError as error:
-        raise CommandError(f"Cannot write {options.json}: {error}") from error
-    _say(options, f"{what}: {options.json}")
+        raise CommandError(f"Cannot write {path}: {error.strerror or error}") from error
+    _say(options, f"{what}: {path}")
 
 
 @dataclass(frozen=True)
@@ -186,13 +193,21 @@ def _measure(options: Namespace, factory: Factory, imagined: _Imagined | None) -
     return profile
 
 
-def _largest_batches(options: Namespace, factory: Factory, imagined: _Imagined) -> list[Any]:
-    """For every budget, or for all of the GPU's memory: the largest batch that fits, and what it costs."""
+def _largest_batches(options: Namespace, factory: Factory, imagined: _Imagined) -> list[BatchChoice]:
+    """For every budget, or for all of the GPU's memory: the batch size with the best throughput."""
     if not factory.takes_batch:
         return []
-    search = batching.largest_batch
-    budgets = options.budget or [imagined.memory_bytes]
-    return [search(factory.make, budget=budget, **imagined.arguments) for budget in budgets]
+    return [
+        batching.largest_batch(
+            lambda batch: factory.build(batch, unallocated=True),
+            budget=budget,
+            units=options.units,
+            accumulates=options.accumulates,
+            most=options.most,
+            **imagined.arguments,
+        )
+        for budget in options.budget or [imagined.memory_bytes]
+    ]
 
 
 def _figures(profile: Profile, point: ModelPlan) -> dict[str, Any]:
@@ -210,10 +225,11 @@ def _table(profile: Profile, points: tuple[ModelPlan, ...]) -> str:
     return "\n".join(f"{budget:>12}{seconds:>12}{overhead:>12}" for budget, seconds, overhead in rows)
 
 
-def _scalars(value: Any) -> dict[str, Any]:
-    """An answer's plain fields, and its text."""
-    found: dict[str, Any] = {"text": str(value)}
-    if is_dataclass(value):
-        content = {item.name: getattr(value, item.name) for item in fields(value)}
-        found |= {name: item for name, item in content.items() if isinstance(item, (bool, int, float, str))}
-    return found
+def _batch_figures(answer: BatchChoice) -> dict[str, Any]:
+    return {
+        "text": str(answer),
+        "batch_size": answer.batch_size,
+        "samples_per_second": answer.samples_per_second,
+        "budget_bytes": answer.plan.budget_bytes,
+        "predicted_bytes": answer.plan.predicted_bytes,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,33 +16,9 @@ import torch
 from torch import nn
 
 from recoup.errors import CommandError
+from recoup.measuring.made import Made, read_made
 
-__all__ = ["Factory", "Made", "load_factory"]
-
-_NAMES = ("model", "sample", "loss", "optimizer")
-_WANTED = (
-    "It should return (model, sample), (model, sample, loss) or (model, sample, loss, optimizer), or a dict with"
-    " these names."
-)
-
-
-@dataclass(frozen=True)
-class Made:
-    """What a factory made.
-
-    Attributes:
-        model: what is trained.
-        sample: that it is called with.
-        loss: from the model's output to a scalar; ``None`` for the output's own.
-        optimizer: whose state counts; ``None`` for none.
-        step: runs a whole step, instead of sample and loss.
-    """
-
-    model: nn.Module
-    sample: Any = None
-    loss: Callable[[Any], Any] | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    step: Callable[[], Any] | None = None
+__all__ = ["Factory", "load_factory"]
 
 
 @dataclass(frozen=True)
@@ -76,15 +52,17 @@ class Factory:
             unallocated: make tensors without memory.
 
         Raises:
-            CommandError: it raises, needs another number of arguments, or returns something else.
+            CommandError: it raises, or needs another number of arguments.
+            SampleError: it returns something else.
         """
         arguments = self._arguments(batch)
         try:
             with torch.device("meta") if unallocated else nullcontext():
                 made = self.make(*arguments)
         except (Exception, SystemExit) as error:
-            raise CommandError(f"{self.spec} raised {type(error).__name__}: {error}") from error
-        return _read(self.spec, made)
+            where = " (under torch.device('meta'), where tensors have no values)" if unallocated else ""
+            raise CommandError(f"{self.spec} raised {type(error).__name__}{where}: {error}") from error
+        return read_made(made, self.spec)
 
     def _arguments(self, batch: int | None) -> tuple[int, ...]:
         if batch is None and self.needs_batch:
@@ -115,9 +93,7 @@ def load_factory(spec: str) -> Factory:
         known = f"; it has {', '.join(functions[:8])}" if functions else ""
         raise CommandError(f"Module {module_name!r} has no {name!r}{known}.") from None
     if not callable(make) or isinstance(make, nn.Module):
-        raise CommandError(
-            f"{spec} is a {type(make).__name__} and not a function that makes a model. {_WANTED}"
-        )
+        raise CommandError(f"{spec} is a {type(make).__name__} and not a function that makes a model.")
     return Factory(spec, make)
 
 
@@ -129,34 +105,3 @@ def _positional(make: Callable[..., Any]) -> inspect.Parameter | None:
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return next((parameter for parameter in parameters if parameter.kind in kinds), None)
-
-
-def _read(spec: str, made: Any) -> Made:
-    if isinstance(made, Mapping):
-        unknown = set(made) - {*_NAMES, "step"}
-        if unknown or "model" not in made:
-            names = ", ".join(map(str, made)) or "nothing"
-            raise CommandError(f"{spec} returned a dict with {names}. {_WANTED}")
-        parts = dict(made)
-    elif isinstance(made, (tuple, list)) and 2 <= len(made) <= len(_NAMES):
-        parts = dict(zip(_NAMES, made, strict=False))
-    else:
-        what = f"{len(made)} things" if isinstance(made, (tuple, list)) else f"a {type(made).__name__}"
-        raise CommandError(f"{spec} returned {what}. {_WANTED}")
-    _check(spec, parts)
-    return Made(**parts)
-
-
-def _check(spec: str, parts: dict[str, Any]) -> None:
-    def refuse(name: str, wanted: str) -> CommandError:
-        return CommandError(
-            f"{spec} returned a {type(parts[name]).__name__} as {name}, not {wanted}. {_WANTED}"
-        )
-
-    if not isinstance(parts["model"], nn.Module):
-        raise refuse("model", "a torch.nn.Module")
-    for name in ("loss", "step"):
-        if parts.get(name) is not None and not callable(parts[name]):
-            raise refuse(name, "a function")
-    if not isinstance(parts.get("optimizer"), (torch.optim.Optimizer, type(None))):
-        raise refuse("optimizer", "a torch.optim.Optimizer")

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import recoup
 from recoup.errors import SizeError
@@ -17,7 +18,10 @@ _FACTORY_HELP = (
     "where the model comes from: package.module:function. It returns the model, a sample and, if you like, a"
     " loss and an optimizer, as a tuple in this order or as a dict with these names"
 )
-_EPILOG = "exit codes: 0 done, 1 it could not be done (one line says why), 2 a wrong command line"
+_EPILOG = (
+    "exit codes: 0 done; 1 it could not be done (nothing fits, out of memory, a real step that differs); 2 bad input"
+    " (an option, a factory, a file). One line says why"
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -26,14 +30,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if getattr(options, "ranks", None) is not None and options.hardware is None:
         parser.error("--ranks goes with --hardware: what is sharded is estimated, not measured")
+    if getattr(options, "most", None) is not None and options.hardware is None:
+        parser.error("--most goes with --hardware: without it there is one batch size")
     return options
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="recoup", description="Train bigger on the memory you have.", epilog=_EPILOG
-    )
+    parser = _Parser(prog="recoup", description="Train bigger on the memory you have.", epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"recoup {recoup.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     adders: list[tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = [
@@ -79,6 +90,9 @@ def _add_frontier(command: argparse.ArgumentParser) -> None:
         action="append",
         metavar="SIZE",
         help="look at this budget instead; also for the largest batch. May be repeated",
+    )
+    command.add_argument(
+        "--most", type=_count, metavar="N", help="with --hardware: look at no larger batch than this"
     )
     _add_json(command, "write the table")
 
@@ -175,6 +189,12 @@ def _count(text: str) -> int:
 
 def _output(text: str) -> Path:
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no file in an existing folder")
+    is_new = not path.exists()
+    if is_new or path.is_file() or path.is_dir():  # a pipe must not be opened twice
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    if is_new:
+        path.unlink()
     return path

@@ -61,8 +61,8 @@ class _Comparer:
         self.recipes = recipes
 
     def enter(self, call: UnitCall) -> None:
-        with undone(call):
-            self._compare(call)
+        with undone(call) as repeatable:
+            self._compare(repeatable)
 
     def _compare(self, call: UnitCall) -> None:
         recipe = self.recipes.get(call.name, KEEP)

@@ -11,8 +11,10 @@ from torch import nn
 from recoup.engines.plans import ModelPlan
 from recoup.engines.running import Nesting, PlannedCall, Run
 from recoup.engines.tree import Item, Segment, leaves_of
+from recoup.engines.watching import Watch
 from recoup.errors import ApplyError
 from recoup.measuring.caches import CachelessForward, cached_models
+from recoup.measuring.conditions import Conditions
 from recoup.measuring.intercept import StandIn, install, installed, uninstall
 from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.profile import ProfiledUnit
@@ -24,8 +26,8 @@ __all__ = ["apply", "is_applied", "remove"]
 class _Engine:
     """What the stand-ins of one model share: the plan, and where the present step stands."""
 
-    def __init__(self, items: Sequence[Item], recipes: dict[int, tuple[Recipe, ...]]) -> None:
-        self.items, self.recipes = tuple(items), recipes
+    def __init__(self, items: Sequence[Item], recipes: dict[int, tuple[Recipe, ...]], watch: Watch) -> None:
+        self.items, self.recipes, self.watch = tuple(items), recipes, watch
         self._begin()
 
     def _begin(self) -> None:
@@ -39,46 +41,64 @@ class _Engine:
         self.num_calls: dict[nn.Module, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"items": self.items, "recipes": self.recipes}
+        return {"items": self.items, "recipes": self.recipes, "watch": self.watch}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
 
 
-class _Root(StandIn):
-    """Stands in for the model's forward: each call is a step of its own."""
+class _Planned(StandIn):
+    """Stands in for a forward by the plan."""
 
     def __init__(self, engine: _Engine, module: nn.Module) -> None:
         super().__init__(module)
         self.engine = engine
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run_traced(self, *args: Any, **kwargs: Any) -> Any:
+        """Says that the plan is not in force where the model is compiled."""
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            self.engine.watch.at_compiling()
+        return self.original(*args, **kwargs)
+
+
+class _Root(_Planned):
+    """Stands in for the model's forward: each call is a step of its own."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         engine = self.engine
         engine.reset()
+        if engine.depth == 0:
+            engine.watch.before(self.module, self.original, args, kwargs)
         engine.depth += 1
         try:
-            return self.original(*args, **kwargs)
+            output = self.original(*args, **kwargs)
         finally:
             engine.depth -= 1
             engine.reset()
+        if engine.depth == 0:
+            engine.watch.after(output)
+        return output
 
 
-class _UnitForward(StandIn):
+class _UnitForward(_Planned):
     """Stands in for a unit's forward: runs each of its calls as the plan says."""
 
-    def __init__(self, engine: _Engine, module: nn.Module, units: Sequence[int]) -> None:
-        super().__init__(module)
-        self.engine = engine
-        self.training = module.training
+    def __init__(self, engine: _Engine, module: nn.Module, units: Sequence[int], *, training: bool) -> None:
+        super().__init__(engine, module)
+        self.training = training
         self.units = tuple(units)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        is_planned = self.module.training == self.training and not engine.nesting.is_inside
-        if not (is_planned and torch.is_grad_enabled()):
+        if engine.nesting.is_inside or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if self.module.training != self.training:
+            engine.watch.at_unit_in_other_mode(self.training)
+            return self.original(*args, **kwargs)
+        if engine.watch.is_recomputed_by_others():
             return self.original(*args, **kwargs)
         return engine.run(
             PlannedCall(self._unit(), self.module, self.original, engine.nesting), *args, **kwargs
@@ -101,8 +121,12 @@ def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
     """Lets a model run as a plan says, in place; a plan that was there before is replaced.
 
     The model keeps its class, names, ``state_dict`` and hooks; it can be copied and pickled with its plan. Calls
-    without gradients, and in another mode (train or eval) than the measured one, run plainly. Where the plan keeps
-    everything, nothing is touched.
+    without gradients, and in another mode (train or eval) than the measured one, run plainly. So does a model that is
+    traced, exported, compiled or transformed by torch.func. Where the plan keeps everything, nothing is touched.
+
+    A training call that leaves what was measured gives a `RecoupWarning`, once of each kind: larger inputs, other
+    autocast, another mode, more forwards before a backward, checkpoints of the model's own, an output that is held,
+    gradients that are there when a forward begins.
 
     Raises:
         ApplyError: the plan was made for another model.
@@ -110,11 +134,14 @@ def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
     modules = _check(model, plan)
     remove(model)
     recipes = {index: unit.recipes for index, unit in enumerate(plan.profile.units)}
-    engine = _Engine(plan.items, recipes)
+    profile = plan.profile
+    conditions = profile.conditions
+    watch = Watch(conditions, holds_output=profile.holds_output, accumulates=profile.accumulates)
+    engine = _Engine(plan.items, recipes, watch)
     planned = _planned_units(plan)
     touched = {module: units for module, units in modules.items() if planned.keys() & set(units)}
     for module, units in touched.items():
-        install(module, _UnitForward(engine, module, units))
+        install(module, _UnitForward(engine, module, units, training=_mode(model, module, conditions)))
         for name in {name for unit in units for name in planned.get(unit, ())}:
             inner = module.get_submodule(name)
             if not isinstance(vars(inner).get("forward"), InnerForward):
@@ -126,6 +153,13 @@ def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
             install(cached, CachelessForward(cached))
         install(model, _Root(engine, model))
     return model
+
+
+def _mode(model: nn.Module, unit: nn.Module, conditions: Conditions | None) -> bool:
+    """Whether a unit's plan is for training mode: the unit's own mode, unless the whole model has changed since."""
+    if conditions is None or model.training == conditions.training:
+        return unit.training
+    return conditions.training
 
 
 def _check(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:

@@ -35,7 +35,7 @@ class CachelessForward(StandIn):
         super().__init__(module)
         self.position = list(inspect.signature(self.original).parameters).index("use_cache")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Switches the cache off where the caller left it to the model."""
         is_given = len(args) > self.position or kwargs.get("use_cache") is not None
         if torch.is_grad_enabled() and not is_given:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.tracker import MemoryTracker
 
-__all__ = ["ModuleCall", "form_of_module", "kind_of_module", "module_names", "watch_calls"]
+__all__ = ["ModuleCall", "class_of_module", "form_of_module", "kind_of_module", "module_names", "watch_calls"]
 
 
 @dataclass(eq=False)
@@ -45,16 +46,29 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
+def class_of_module(module: nn.Module) -> type[nn.Module]:
+    """A module's class; of a parametrized module, which torch gives a class of its own, the one that it had before.
+
+    >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    >>> type(layer) is nn.Linear, class_of_module(layer) is nn.Linear
+    (False, True)
+    """
+    found: type[nn.Module] = type_before_parametrizations(module)
+    return found
+
+
 def form_of_module(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules of the same class with the same layers: they may differ in what has no parameters."""
-    layers = tuple(type(child) for child in module.modules() if any(True for _ in child.parameters()))
-    return (type(module), layers, _shapes(module))
+    layers = tuple(
+        class_of_module(child) for child in module.modules() if any(True for _ in child.parameters())
+    )
+    return (class_of_module(module), layers, _shapes(module))
 
 
 def kind_of_module(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules of the same class with the same parameters and settings: blocks of one kind."""
-    settings = tuple((type(child), child.extra_repr()) for child in module.modules())
-    return (type(module), settings, _shapes(module))
+    settings = tuple((class_of_module(child), child.extra_repr()) for child in module.modules())
+    return (class_of_module(module), settings, _shapes(module))
 
 
 def _shapes(module: nn.Module) -> tuple[Any, ...]:

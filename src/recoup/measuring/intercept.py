@@ -2,28 +2,102 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
+from recoup.measuring.tracing import is_traced
+
 __all__ = ["StandIn", "install", "installed", "intercepted", "own_forward", "suspended", "uninstall"]
 
 _FORWARD = "forward"
+_OF_FUNCTIONS = frozenset(
+    (
+        "__annotations__",
+        "__closure__",
+        "__code__",
+        "__defaults__",
+        "__globals__",
+        "__kwdefaults__",
+        "__name__",
+        "__qualname__",
+        "__self__",
+        "__type_params__",
+    )
+)
+"""What others ask of a forward and find there as it is."""
 
 
 class StandIn(ABC):
-    """Runs instead of a module's forward. Copies and pickles with its module."""
+    """Runs instead of a module's forward. Copies and pickles with its module.
+
+    To others it looks like that forward: the same signature, name, documentation and code. Where the model is traced,
+    exported, compiled or transformed, that forward runs itself.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.original = module.forward
+        self.original: Any = module.forward
+        # On the instance, since the class has its own.
+        self.__doc__ = getattr(self.original, "__doc__", None)
+        self.__module__ = getattr(self.original, "__module__", type(module).__module__)
 
-    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What happens when the module is called."""
+        return self.run_traced(*args, **kwargs) if is_traced() else self.run(*args, **kwargs)
+
+    @abstractmethod
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What happens when the module is called in eager mode."""
+
+    def run_traced(self, *args: Any, **kwargs: Any) -> Any:
+        """What happens when the module is traced. Dynamo traces this method too."""
+        return self.original(*args, **kwargs)
+
+    # Not properties: who unwraps a class, as doctest does, would find those of its instances.
+    def __getattr__(self, name: str) -> Any:
+        original = self.__dict__.get("original")  # a copy that is being made has none yet
+        if original is not None:
+            if name == "__wrapped__":
+                return original
+            if name == "__signature__":
+                return _signature(original)
+            if name == "__func__":
+                return self._unbound()
+            if name in _OF_FUNCTIONS:
+                return getattr(original, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _unbound(self) -> Callable[..., Any]:
+        """This stand-in as a function of the module, which others bind again: to this module, or to a copy of it."""
+
+        @functools.wraps(self.original.__func__)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._bound_to(module)(*args, **kwargs)
+
+        return forward
+
+    def _bound_to(self, module: nn.Module) -> StandIn:
+        if module is self.module:
+            return self
+        bound = copy.copy(self)
+        bound.module = module
+        bound.original = MethodType(self.original.__func__, module)
+        return bound
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        raise AttributeError(str(error)) from None
 
 
 def install(module: nn.Module, stand_in: Callable[..., Any]) -> None:
@@ -33,7 +107,9 @@ def install(module: nn.Module, stand_in: Callable[..., Any]) -> None:
 
 def uninstall(module: nn.Module, original: Callable[..., Any]) -> None:
     """Puts the forward back that was there: the class's own, or one that someone had set on the instance."""
-    if getattr(original, "__func__", None) is getattr(type(module), _FORWARD, None):
+    function = getattr(original, "__func__", None)
+    # A scripted forward is no method of the class: the instance has it.
+    if function is not None and function is getattr(type(module), _FORWARD, None):
         module.__dict__.pop(_FORWARD, None)
     else:
         module.__dict__[_FORWARD] = original

@@ -17,6 +17,7 @@ from recoup.measuring.options import Recipe, run_recipe
 from recoup.measuring.storages import num_owners
 from recoup.measuring.streaming import UnitCall
 from recoup.measuring.trees import storages_of, tensors_in
+from recoup.measuring.undo import made_attributes
 
 __all__ = [
     "CallBytes",
@@ -114,6 +115,7 @@ def measure_bytes(
         wanted: for each tensor among its outputs, whether the step gives it a gradient; unless given, all get one.
     """
     owners = _Owners(call)
+    attributes = made_attributes(call.module)
     args, kwargs, start = call.fresh()
     parameters = _trained(call.module)
     if gradients is Gradients.ACCUMULATED:
@@ -135,7 +137,7 @@ def measure_bytes(
     holds_arguments = owners.have_grown()
     if seed is None:
         return CallBytes(forward_peak, output_bytes, 0, (False,) * len(holds_outputs), 0, holds_arguments)
-    backward_peak = _backward_peak(seed, start, parameters, meter, gradients)
+    backward_peak = _backward_peak(seed, [start, *attributes], parameters, meter, gradients)
     return CallBytes(forward_peak, output_bytes, held_bytes, holds_outputs, backward_peak, holds_arguments)
 
 
@@ -164,21 +166,21 @@ class _Owners:
 
 
 def _backward_peak(
-    seed: Tensor, start: Tensor, parameters: list[nn.Parameter], meter: Meter, gradients: Gradients
+    seed: Tensor, starts: list[Tensor], parameters: list[nn.Parameter], meter: Meter, gradients: Gradients
 ) -> int:
     before = meter.begin()
     if gradients is Gradients.ACCUMULATED:
         # Not torch.autograd.backward by that name: inside a step of the user's, it is replaced.
-        run_backward(seed, torch.empty(0), inputs=[start, *parameters])
-        for parameter in parameters:
-            parameter.grad = None
+        run_backward(seed, torch.empty(0), inputs=[*starts, *parameters])
+        for tensor in (*starts, *parameters):
+            tensor.grad = None
         return meter.peak_bytes() - before
     earlier = seeded(parameters) if gradients is Gradients.SHARED else None
     if earlier is None:
-        gradients_from([seed], [start, *parameters])
+        gradients_from([seed], [*starts, *parameters])
         return meter.peak_bytes() - before
     # Made last, it runs first: autograd then has these gradients, and adds the unit's own.
-    gradients_from([seed, earlier], [start, *parameters])
+    gradients_from([seed, earlier], [*starts, *parameters])
     there = sum(rounded(p.numel() * p.element_size(), meter) for p in parameters)
     return meter.peak_bytes() - before - there
 
@@ -192,6 +194,7 @@ def forward_and_backward(
     call: UnitCall, recipe: Recipe, wanted: Sequence[bool] | None = None
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Two functions to be run one after the other: the call's forward and its backward."""
+    attributes = made_attributes(call.module)
     args, kwargs, start = call.fresh()
     parameters = _trained(call.module)
     seeds: list[Tensor | None] = []
@@ -202,7 +205,7 @@ def forward_and_backward(
     def backward() -> None:
         seed = seeds.pop()
         if seed is not None:
-            gradients_from([seed], [start, *parameters])
+            gradients_from([seed], [start, *attributes, *parameters])
 
     return forward, backward
 

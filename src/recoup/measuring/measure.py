@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from recoup.errors import CheckpointError, SampleError, UnitError
 from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import ModuleCall, module_names, watch_calls
+from recoup.measuring.calls import ModuleCall, class_of_module, module_names, watch_calls
+from recoup.measuring.conditions import Conditions, recording
 from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
 from recoup.measuring.effort import Effort
 from recoup.measuring.encode import encode, positions_of
@@ -234,7 +235,8 @@ class _Measurement:
                 if seen.name in unsafe or _is_stuck(recipes[seen.kind], measured_bytes[seen.kind])
             ),
         )
-        return Measured(self.step.model, self.meter, costs, unsafe, unit_names(self.step.model, self.units))
+        names = unit_names(self.step.model, self.units)
+        return Measured(self.step.model, self.meter, costs, unsafe, names, self.recorder.conditions)
 
     # Passes
 
@@ -251,7 +253,8 @@ class _Measurement:
             try:
                 return look(self.step, self.units, self.meter, self.inside)
             except LeakError as error:
-                alike = [unit for unit in self.units if type(unit) is type(error.module)]
+                kind = class_of_module(error.module)
+                alike = [unit for unit in self.units if class_of_module(unit) is kind]
                 split = split_units(root, self.units, alike)
                 if not splits or not split:
                     raise
@@ -278,7 +281,8 @@ class _Measurement:
                 names[module]: seconds for module, seconds in timed.items() if module in names
             }
 
-        return self._stream(indices, at_call), found
+        with recording(self.step.model) as self.recorder:
+            return self._stream(indices, at_call), found
 
     def _measure_bytes(
         self,
@@ -354,8 +358,8 @@ class _Measurement:
             if call.name != self.called.get(call.index):
                 raise _unsteady(f"{call.name!r} was called in the place of {self.called.get(call.index)!r}")
             if call.index in indices:
-                with undone(call):
-                    at_call(call)
+                with undone(call) as repeatable:
+                    at_call(repeatable)
 
         self.put_back_random_state()
         seconds = time_code(self.step, self.units, self.meter, check)
@@ -450,6 +454,7 @@ class Measured:
         costs: what was found.
         unsafe: by unit name, why it must be kept.
         names: of the units.
+        conditions: what the model was called with.
     """
 
     model: nn.Module
@@ -457,6 +462,7 @@ class Measured:
     costs: StepCosts
     unsafe: Mapping[str, str]
     names: Mapping[nn.Module, str]
+    conditions: Conditions | None
 
     def profile(self, holds_output: bool) -> Profile:
         """The profile for a loop that holds the model's output through the backward, or does not."""
@@ -497,6 +503,7 @@ class Measured:
             holds_output=holds_output,
             output_bytes=sum(rounded(size, self.meter) for size in tail.output.values()),
             output_names=", ".join(dict.fromkeys(tail.names[number] for number in largest[:3])),
+            conditions=self.conditions,
         )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from recoup.checkpointing import Checkpoint
 from recoup.measuring.intercept import StandIn
+from recoup.measuring.tracing import is_recomputed_by_others
 
 __all__ = [
     "KEEP",
@@ -105,8 +106,9 @@ def with_marks(recipe: Recipe, unit: nn.Module, fn: Callable[..., Any]) -> Calla
 class InnerForward(StandIn):
     """Stands in for the forward of a module inside a unit: checkpointed where the running recipe says so."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the call, checkpointed if it is marked."""
-        if self.module in _marked.modules and torch.is_grad_enabled():
+        is_marked = self.module in _marked.modules and torch.is_grad_enabled()
+        if is_marked and not is_recomputed_by_others():
             return checkpointed(self.original, args, kwargs)
         return self.original(*args, **kwargs)

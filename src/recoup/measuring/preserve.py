@@ -85,7 +85,7 @@ def preserving(
         for parameter in parameters:
             exits.callback(held_gradient(parameter))
         values = HeldValues()
-        exits.callback(values.hold(list(model.buffers())))
+        exits.callback(values.hold([list(one.buffers()) for one in models]))
         if everything:
             exits.callback(values.hold([list(model.parameters()), optimizers]))
         if writes is not None:
@@ -119,7 +119,7 @@ def _held_modules(modules: Iterable[nn.Module]) -> Callable[[], None]:
         (module, name, vars(module)[name], vars(module)[name].copy())
         for module in modules
         for name in _COLLECTIONS
-        if vars(module).get(name) is not None
+        if vars(module).get(name) is not None and not isinstance(module, torch.jit.ScriptModule)
     ]
     flags = [(module, name, getattr(module, name, None)) for module in modules for name in _FLAGS]
 

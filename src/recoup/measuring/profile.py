@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from recoup.measuring.conditions import Conditions
 from recoup.measuring.costs import Residents
 from recoup.measuring.options import Recipe
 from recoup.planning import Backward, Forward, Keep, Problem, Schedule, Simulation, simulate
@@ -58,6 +59,7 @@ class Profile:
         holds_output: whether the caller was taken to hold the model's output through the backward.
         output_bytes: of that output, apart from the loss.
         output_names: the names of its largest parts.
+        conditions: what the model was called with; ``None`` if that is not known, or only parts of it were called.
     """
 
     model: str
@@ -72,6 +74,7 @@ class Profile:
     holds_output: bool = True
     output_bytes: int = 0
     output_names: str = ""
+    conditions: Conditions | None = None
 
     @cached_property
     def plain(self) -> Simulation:

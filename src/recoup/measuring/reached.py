@@ -2,7 +2,7 @@
 
 NOTE [ What a step can reach ]
     1. A function leads to what it closes over, its defaults, and the globals that its code names; a bound method to its
-       object; an object to its attributes and, where the user wrote its class, to what the class's methods name.
+       object; an object to its attributes and, where the user wrote its class, to the methods that such code calls.
        Globals are followed from the user's own functions only: those of libraries lead everywhere.
     2. Python state (variables, attributes, containers, random generators) is put back from shallow copies. Values of
        tensors are found by their writes instead (NOTE [ Copy on write ] in ``writes.py``): most of what is reached,
@@ -34,13 +34,13 @@ __all__ = ["Reached", "hooks_of"]
 
 _MOST_OBJECTS = 200_000
 _LEAVES = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+_OURS = __name__.partition(".")[0]
 # Objects of these packages are machinery: they hold no state of a training loop, and lead far away.
 _MACHINERY = re.compile(
-    r"_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re|selectors|socket|subprocess"
-    r"|threading|types|typing|weakref"
+    rf"{_OURS}|_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re|selectors|socket|subprocess"
+    r"|threading|typing|weakref"
 )
 _LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OURS = __name__.partition(".")[0]
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -82,6 +82,9 @@ class Reached:
         self.optimizers: list[Optimizer] = []
         self.leaves: list[Tensor] = []
         self.iterators: list[tuple[str, Any]] = []
+        # Names of attributes that the user's code reads, and what waits for them to be read.
+        self._names: set[str] = set()
+        self._unread: dict[str, list[tuple[str, Any]]] = {}
         self._holders: list[Callable[[], Callable[[], None]]] = []
         self._seen: dict[int, Any] = {}
         self._waiting = deque((name, root, True) for name, root in roots)
@@ -162,6 +165,9 @@ class Reached:
         self._queue((fn.__kwdefaults__ or {}).items(), is_own)
         if _is_library(fn.__code__.co_filename):
             return
+        for name in _attribute_names(fn.__code__) - self._names:
+            self._names.add(name)
+            self._queue(self._unread.pop(name, ()), True)
         known = fn.__globals__
         for name in sorted(_global_names(fn.__code__)):
             if name in known and not isinstance(known[name], type):
@@ -184,14 +190,30 @@ class Reached:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._holders.append(functools.partial(_hold_dict, attributes))
-            self._queue(((f"{name}.{key}", item) for key, item in attributes.items()), is_own)
-        slots = _slots_of(value)
-        if slots:
+            self._visit_attributes(name, attributes, is_own)
+        if slots := _slots_of(value):
             self._holders.append(functools.partial(_hold_slots, value, slots))
-            self._queue(((f"{name}.{key}", getattr(value, key)) for key in slots), is_own)
+            self._visit_attributes(name, {key: getattr(value, key) for key in slots}, is_own)
         if is_own:
-            methods = (item for cls in type(value).__mro__ for item in vars(cls).values())
-            self._queue(((name, item) for item in methods if isinstance(item, FunctionType)), is_own)
+            for key, item in ((k, v) for cls in type(value).__mro__ for k, v in vars(cls).items()):
+                if isinstance(item, FunctionType) and not _is_library(item.__code__.co_filename):
+                    self._when_read(key, (name, item))
+
+    def _visit_attributes(self, name: str, attributes: dict[str, Any], is_own: bool) -> None:
+        for key, item in attributes.items():
+            if is_own and isinstance(item, Iterator):
+                self._when_read(key, (f"{name}.{key}", item))
+            else:
+                self._queue([(f"{name}.{key}", item)], is_own)
+
+    def _when_read(self, key: str, item: tuple[str, Any]) -> None:
+        """Queues what the user's code reaches only by that name: a method, or an iterator that it may advance."""
+        if key in self._names or (
+            key.startswith("__") and key not in ("__init__", "__new__", "__post_init__")
+        ):
+            self._queue([item], True)
+        else:
+            self._unread.setdefault(key, []).append(item)
 
 
 _EMPTY = object()
@@ -221,11 +243,18 @@ def _global_names(code: CodeType) -> frozenset[str]:
     return frozenset(names).union(*inner)
 
 
+@functools.cache
+def _attribute_names(code: CodeType) -> frozenset[str]:
+    """The attributes that a function's code, and that of functions inside it, reads."""
+    inner = (_attribute_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
 def _is_library(file: str | None) -> bool:
     """Whether code is not the user's own: installed, built in, or ours."""
     if file is None or file.startswith("<frozen"):
         return True
-    return file.startswith(_LIBRARIES) or f"/{_OURS}/measuring/" in file.replace("\\", "/")
+    return file.startswith(_LIBRARIES)
 
 
 def _file_of(cls: type) -> str | None:
@@ -236,8 +265,9 @@ def _file_of(cls: type) -> str | None:
 
 
 def _is_machinery(value: Any) -> bool:
-    package = type(value).__module__.partition(".")[0]
-    return _MACHINERY.fullmatch(package) is not None and not isinstance(value, ModuleType)
+    package = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    is_machinery = _MACHINERY.fullmatch(str(package).partition(".")[0]) is not None
+    return is_machinery and not isinstance(value, (nn.Module, Tensor))
 
 
 def _slots_of(value: Any) -> list[str]:

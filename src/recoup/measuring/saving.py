@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recoup.errors import EncodingError
+from recoup.measuring.conditions import Conditions
 from recoup.measuring.costs import Residents
 from recoup.measuring.options import Recipe
 from recoup.measuring.profile import Profile, ProfiledUnit
@@ -41,12 +42,15 @@ def profile_from_json(text: str) -> Profile:
 def encode_profile(profile: Profile) -> dict[str, Any]:
     """A profile as what JSON knows; fields at their defaults are left out."""
     units = [{**plain(unit), "recipes": [plain(recipe) for recipe in unit.recipes]} for unit in profile.units]
-    return {
+    body = {
         **plain(profile),
         "units": units,
         "problem": encode_problem(profile.problem),
         "residents": plain(profile.residents),
     }
+    if profile.conditions is not None:
+        body["conditions"] = plain(profile.conditions)
+    return body
 
 
 def decode_profile(body: Any) -> Profile:
@@ -63,7 +67,25 @@ def decode_profile(body: Any) -> Profile:
                 f"Unit {unit.name!r} has {len(unit.recipes)} recipes, and {len(numbers.options)} options in the"
                 " problem."
             )
-    return build_typed("A profile", Profile, body, units=units, problem=problem, residents=residents)
+    conditions = _conditions(body.get("conditions"))
+    return build_typed(
+        "A profile", Profile, body, units=units, problem=problem, residents=residents, conditions=conditions
+    )
+
+
+def _conditions(body: Any) -> Conditions | None:
+    if body is None:  # also of profiles that were written before there were any
+        return None
+    expect_fields("The conditions", Conditions, body)
+    shapes = tuple(_shape(entry) for entry in expect_list("shapes", body.get("shapes", [])))
+    return build_typed("The conditions", Conditions, body, shapes=shapes)
+
+
+def _shape(entry: Any) -> tuple[str, tuple[int, ...]]:
+    match entry:
+        case [str(name), [*sizes]] if all(type(size) is int and size >= 0 for size in sizes):
+            return name, tuple(sizes)
+    raise EncodingError(f"A shape should be a name and a list of sizes; got {entry!r}.")
 
 
 def _unit(body: Any) -> ProfiledUnit:

@@ -92,7 +92,7 @@ class SlicedForward(StandIn):
         self.num_children = len(module)
         self.slices = tuple(sorted(slices, key=lambda part: part._place.first))
 
-    def __call__(self, input: Any) -> Any:
+    def run(self, input: Any) -> Any:
         """What the Sequential does."""
         children: list[Any] = list(self.module._modules.values())
         if len(children) != self.num_children:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
 from recoup.measuring.compiled import check_not_compiled
+from recoup.measuring.lazy import check_initialised
 from recoup.measuring.optimizers import Optimizers, read_optimizers
 from recoup.measuring.preserve import preserving
 from recoup.measuring.reached import Reached, hooks_of
@@ -50,7 +52,6 @@ class TrainingStep:
         self.model, self.sample, self.loss, self.step = model, sample, loss, step
         given = Sample((), {}) if sample is None else read_sample(sample, loss)
         self.args, self.kwargs, self.targets = given.args, given.kwargs, given.targets
-        self.optimizers = read_optimizers(optimizer)
         roots = [
             ("step", step),
             ("loss", loss),
@@ -59,6 +60,8 @@ class TrainingStep:
         ]
         self._roots = roots
         self.reached = Reached(roots, known=model)
+        stepped = self.reached.optimizers if self.changes_parameters else []
+        self.optimizers = read_optimizers([*read_optimizers(optimizer), *stepped])
         self.writes = Writes()
         #: How many backwards of other models come before the model's own, after forwards that came to nothing.
         self.num_skipped = 0
@@ -160,7 +163,8 @@ class TrainingStep:
     def run(self, at_backward: Callable[[Tensor, Any], None]) -> None:
         """Runs the step; ``at_backward(loss, output)`` stands in for each backward.
 
-        A step of the user's finds gradients of zero after it: scalers, clipping and optimizers look for some.
+        A step of the user's finds gradients of zero after it: scalers, clipping and optimizers look for some. It also
+        finds those of the step before when it begins.
         """
         if self.step is None:
             output, loss = self.forward()
@@ -169,16 +173,25 @@ class TrainingStep:
 
         def backward(loss: Tensor) -> None:
             at_backward(loss, None)
-            for parameter in self._trained():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+            self._give_gradients(trained)
 
+        trained = self._trained()
+        # So that it does the same each time, from the same counters.
+        put_back = Reached(self._roots, known=self.model).hold()
+        with _disable_current_modes():
+            self._give_gradients(self.model.parameters())
         try:
             with _backward_replaced(backward), self._grad_noted():
                 self.step()
         finally:
-            for parameter in self._trained():
+            put_back()
+            for parameter in trained:
                 parameter.grad = None
+
+    def _give_gradients(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _trained(self) -> list[Tensor]:
         owned = [p for one in (self.model, *self.reached.modules) for p in one.parameters()]
@@ -228,17 +241,18 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
             "Give either a sample (a tensor, a tuple of arguments, a dict of keyword arguments, or (inputs, targets)"
             " with a loss of two arguments) or step=, a callable that runs a whole training step."
         )
+    if isinstance(sample, (DataLoader, Dataset, Iterator)):
+        raise SampleError(
+            f"The sample is a {type(sample).__name__}, and one batch is wanted: give batch = next(iter(loader)), as"
+            " large as any in training."
+        )
     if step is not None and loss is not None:
         raise SampleError("loss= goes with a sample; a step= callable computes its own loss.")
     if step is not None and not callable(step):
         raise SampleError(f"step= must be callable; got a {type(step).__name__}.")
     if loss is not None and not callable(loss):
         raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
-    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise SampleError(
-            f"Parameter {lazy[0]!r} of {type(model).__name__} is lazy and has no shape yet: run the model once on a"
-            " batch, as in model(x), before fitting it."
-        )
+    check_initialised(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SampleError(
             f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"

@@ -46,6 +46,7 @@ class UnitCall:
         args: positional arguments, as the code before gave them; `fresh` cuts them off from it.
         kwargs: keyword arguments.
         holds: whether a `glance` must hold what is saved, because a backward runs inside the forward.
+        reset: puts back what a run before changed outside of tensors: a cache among the arguments, say.
     """
 
     index: int
@@ -55,11 +56,14 @@ class UnitCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     holds: bool = False
+    reset: Callable[[], None] | None = None
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Arguments with a history of their own, and where that history begins."""
         # Casts of weights that autocast made in one run must not be there in the next.
         torch.clear_autocast_cache()
+        if self.reset is not None:
+            self.reset()
         (args, kwargs), start = anchored((self.args, self.kwargs))
         return args, kwargs, start
 
@@ -185,6 +189,10 @@ class _Stream:
             number = self.calls_of[unit] = self.calls_of.get(unit, 0) + 1
             label = name if number == 1 else f"{name}#{number}"
             with self._inside():
+                if not self.has_ended and self.num_calls == 0 and self.step.step is not None:
+                    # Those of the step before are still there.
+                    parameters = self.step.model.parameters()
+                    self.accumulates = any(parameter.grad is not None for parameter in parameters)
                 if self.has_ended:
                     self.accumulates = True
                     with torch.no_grad():

@@ -45,6 +45,7 @@ class Writes:
 
     def __init__(self) -> None:
         self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._open: list[list[HeldStorage]] = []
 
     @contextmanager
     def found(self, others: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -59,14 +60,20 @@ class Writes:
             with mode:
                 yield
         finally:
-            for held in mode.held:
-                self._storages.add(held.restore())
+            found = [held.restore() for held in mode.held]
+            # Whoever holds already, holds what is new, too: its values are still those of then.
+            for one in self._open:
+                one.extend(HeldStorage(storage) for storage in found if storage not in self._storages)
+            self._storages.update(found)
 
     def hold(self) -> Callable[[], None]:
-        """Copies to host memory what was found; returns what puts it back."""
+        """Copies to host memory what was found, or is found before it is put back; returns what does that."""
         held = [HeldStorage(storage) for storage in list(self._storages)]
+        self._open.append(held)
 
         def put_back() -> None:
+            # By identity: lists of other copies may be equal.
+            self._open[:] = [one for one in self._open if one is not held]
             for storage in held:
                 storage.restore()
 

@@ -16,7 +16,7 @@ _SAME_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a fitted step. What was not measured is ``None``."""
+    """The figures of a fitted step, and sentences about them. What was not measured is ``None``."""
 
     model: str
     device: str
@@ -32,6 +32,7 @@ class Summary:
     gradients: str
     drifting: tuple[str, ...]
     keeps_everything: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -95,4 +96,5 @@ def summarize(subject: Subject) -> Summary:
         gradients=seen.gradients if seen else "",
         drifting=seen.drifting if seen else (),
         keeps_everything=plan.keeps_everything,
+        notes=tuple(dict.fromkeys([*getattr(plan, "notes", ()), *getattr(seen, "notes", ())])),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import wrap
 
 from recoup.report.numbers import format_seconds, format_share
 from recoup.report.subject import Subject
@@ -13,13 +14,16 @@ __all__ = ["to_text"]
 
 _MOST_GROUPS = 16
 _MOST_NAMES = 4
+_WIDTH = 100
 
 
 def to_text(subject: Subject) -> str:
-    """The budget, peaks and seconds, what happens to which units, and what was unsafe."""
+    """The budget, peaks and seconds with notes, what happens to which units, and what was unsafe."""
     summary = summarize(subject)
     lines = [f"{summary.model} on {summary.device}. {summary.headline}."]
     lines += _figures(summary)
+    if summary.notes:
+        lines += ["", *(line for note in summary.notes for line in _wrapped(note))]
     lines += ["", *_groups(subject.plan.describe_units())]
     lines += _notes(subject, summary)
     return "\n".join(lines)
@@ -38,6 +42,10 @@ def _figures(summary: Summary) -> Iterator[str]:
     )
     for name, predicted, measured in rows:
         yield f"  {name:<14}{predicted:>10}  {measured:>10}".rstrip()
+
+
+def _wrapped(sentence: str) -> list[str]:
+    return wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _bytes(num_bytes: int | None) -> str:

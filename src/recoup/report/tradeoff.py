@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from recoup.engines.plans import ModelPlan, frontier
@@ -95,7 +95,10 @@ class TradeoffPicture:
 
     @property
     def line(self) -> str:
-        """The frontier: between two plans, the one with fewer bytes is the one to use."""
+        """The frontier: between two plans, the one with fewer bytes is the one to use.
+
+        It begins at the lightest plan, or at the upper edge where lighter plans are beyond the drawing.
+        """
         places = [
             (self.left(plan.predicted_bytes) * 10, 1000 - self.bottom(plan.predicted_s) * 10)
             for plan in self.shown
@@ -103,7 +106,19 @@ class TradeoffPicture:
         if not places:
             return ""
         steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in places[1:])
-        return f"M{places[0][0]:.1f} 0V{places[0][1]:.1f}{steps}H1000"
+        top = 0.0 if self.hidden else places[0][1]
+        return f"M{places[0][0]:.1f} {top:.1f}V{places[0][1]:.1f}{steps}H1000"
+
+    @property
+    def beyond(self) -> Mark | None:
+        """Where the frontier leaves the drawing, and the lightest plan there; ``None`` if it does not."""
+        if not self.hidden or not self.shown:
+            return None
+        lightest = self.hidden[0]
+        mark = self._mark(
+            "▲", "lightest plan, beyond the plot", lightest.predicted_bytes, lightest.predicted_s
+        )
+        return replace(mark, left=self.left(self.shown[0].predicted_bytes), bottom=100.0)
 
     @property
     def points(self) -> list[Mark]:

@@ -1,0 +1,268 @@
+"""Training calls of a fitted model, compared with what was measured.
+
+NOTE [ Leaving what was measured ]
+    1. The root stand-in shows each call with gradients, before and after, to the model's `Watch`. What differs from the
+       plan's conditions is told once of each kind, in a warning that says what to do. Nothing else changes.
+    2. Whether a forward still waits for its backward is asked of its graph. A `_Graph` belongs to hooks on the nodes
+       that made the output: the hooks mark it when a backward reaches them, and it dies with the nodes. So a graph that
+       was dropped does not count, nor does an output that the caller holds after its backward.
+    3. Units in the other mode (train or eval) run plainly. That may be evaluation; a backward shows that it is not.
+    4. A unit that is called inside torch's checkpoint, or inside a backward, is recomputed by someone else. It runs
+       plainly then, at first and again: the two runs must save the same tensors.
+    5. Python holds an output if more refer to its object than who looks, and the graph where that saves it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.checkpointing.arguments import contents
+from recoup.errors import RecoupWarning
+from recoup.measuring.conditions import Conditions, autocast_of, input_shapes, positional_names
+from recoup.measuring.tracing import is_recomputed_by_others
+
+__all__ = ["Watch"]
+
+_use_count: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
+
+
+class _Graph:
+    """The graph of one forward, which lives as long as the graph does."""
+
+    __slots__ = ("__weakref__", "_outputs", "_planned_mode", "_watch", "has_run")
+
+    def __init__(self, watch: Watch, outputs: list[weakref.ref[Tensor]], planned_mode: bool | None) -> None:
+        self._watch, self._outputs, self._planned_mode = watch, outputs, planned_mode
+        self.has_run = False
+
+    def at_backward(self, gradients: Any) -> None:
+        """A hook of the nodes that made the output; the first that runs says that the backward has begun."""
+        if not self.has_run:
+            self.has_run = True
+            self._watch.at_backward(self._planned_mode, self._outputs)
+            self._outputs = []
+
+
+class Watch:
+    """Tells where the calls of a fitted model differ from what its plan was measured with.
+
+    Args:
+        conditions: what was measured; ``None`` if that is not known: only what needs no comparison is told then.
+        holds_output: whether the plan leaves room for the model's output during the backward.
+        accumulates: whether it leaves room for gradients during the forward.
+    """
+
+    def __init__(self, conditions: Conditions | None, *, holds_output: bool, accumulates: bool) -> None:
+        self.conditions, self.holds_output, self.accumulates = conditions, holds_output, accumulates
+        self._told: set[str] = set()  # kinds of warnings
+        self._begin()
+
+    def _begin(self) -> None:
+        self._largest = {} if self.conditions is None else self.conditions.largest
+        self._names: tuple[str, ...] | None = None
+        self._graphs: list[weakref.ref[_Graph]] = []
+        self._planned_mode: bool | None = None
+        self._parameters: list[nn.Parameter] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("conditions", "holds_output", "accumulates")
+        return {name: getattr(self, name) for name in names} | {"_told": self._told.copy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _tell(self, kind: str, message: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(message, RecoupWarning, stacklevel=2)
+
+    # Calls of the model
+
+    def before(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A call with gradients begins."""
+        self._planned_mode = None
+        measured = self.conditions
+        if measured is None or module.training != measured.training:
+            return
+        self._compare_shapes(forward, args, kwargs)
+        autocast = autocast_of(module)
+        if autocast != measured.autocast:
+            self._tell("autocast", _other_autocast(autocast, measured.autocast))
+        self._graphs = [graph for graph in self._graphs if _waits(graph())]
+        if len(self._graphs) >= measured.forwards:
+            self._tell("forwards", _more_forwards(len(self._graphs) + 1, measured.forwards))
+        if not self.accumulates and self._has_gradients(module):
+            self._tell("gradients", _GRADIENTS_THERE)
+
+    def _has_gradients(self, module: nn.Module) -> bool:
+        if self._parameters is None:
+            self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def _compare_shapes(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if "shapes" in self._told or not self._largest:
+            return
+        if self._names is None:
+            self._names = positional_names(forward)
+        for name, shape in input_shapes(self._names, args, kwargs):
+            if name in self._largest and shape.numel() > self._largest[name]:
+                assert self.conditions is not None
+                self._tell("shapes", _larger(name, tuple(shape), dict(self.conditions.shapes)[name]))
+                return
+
+    def after(self, output: Any) -> None:
+        """A call with gradients has ended: waits for its backward."""
+        measured = self.conditions
+        if measured is None and self._planned_mode is None:
+            return
+        outputs = list(_outputs(output))
+        if not outputs:
+            return
+        held = [] if self.holds_output else [weakref.ref(tensor) for tensor in outputs if tensor.numel() > 1]
+        graph = _Graph(self, held, self._planned_mode)
+        nodes: set[Any] = {tensor.grad_fn for tensor in outputs}
+        for node in nodes:
+            node.register_prehook(graph.at_backward)
+        if self._planned_mode is None:
+            self._graphs.append(weakref.ref(graph))
+
+    def at_backward(self, planned_mode: bool | None, outputs: list[weakref.ref[Tensor]]) -> None:
+        """A backward has come to a forward's outputs.
+
+        Args:
+            planned_mode: that the units which ran plainly have their plan for; ``None`` if all ran as planned.
+            outputs: that should have been let go.
+        """
+        if planned_mode is not None:
+            self._tell("mode", _other_mode(planned_mode))
+        elif "output" not in self._told and any(map(_is_held, outputs)):
+            self._tell("output", _OUTPUT_HELD)
+
+    # Calls of units
+
+    def is_recomputed_by_others(self) -> bool:
+        """Whether a planned unit that is called with gradients is in a checkpoint of the model's own."""
+        found = is_recomputed_by_others()
+        if found:
+            self._tell("checkpoint", _CHECKPOINTED)
+        return found
+
+    def at_unit_in_other_mode(self, planned: bool) -> None:
+        """A unit is called with gradients and runs plainly; its plan is for training mode, or not."""
+        self._planned_mode = planned
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def at_compiling(self) -> int:
+        """Runs while the compiler traces the model, which takes it for a constant."""
+        self._tell("compiled", _COMPILED)
+        return 0
+
+
+def _outputs(value: Any) -> Iterator[Tensor]:
+    """The tensors of an output that have a graph."""
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            yield value
+    else:
+        found = contents(value)
+        for item in () if found is None else found[1]:
+            yield from _outputs(item)
+
+
+def _waits(graph: _Graph | None) -> bool:
+    return graph is not None and not graph.has_run
+
+
+def _num_references(reference: weakref.ref[Tensor]) -> int:
+    tensor = reference()
+    return 0 if tensor is None else sys.getrefcount(tensor)
+
+
+def _num_own_references() -> int:
+    """How many of those that `_num_references` counts are its own: that depends on the version of Python."""
+    tensor = torch.empty(0)
+    return _num_references(weakref.ref(tensor)) - 1
+
+
+_NUM_OWN = _num_own_references()
+
+
+def _is_held(reference: weakref.ref[Tensor]) -> bool:
+    """Whether Python code refers to a tensor."""
+    tensor = reference()
+    if tensor is None or _use_count is None:
+        return False
+    # One for a graph that saves the tensor, one for the variable above.
+    num_others = 1 + (_use_count(tensor) > 1)
+    return _num_references(reference) - _NUM_OWN > num_others
+
+
+# Sentences
+
+
+def _larger(name: str, shape: tuple[int, ...], measured: tuple[int, ...]) -> str:
+    return (
+        f"{name} is {list(shape)} ({prod(shape)} elements), larger than the {list(measured)} ({prod(measured)}) that"
+        " the plan was measured with, so the step may pass the budget: fit the model again with the largest batch that"
+        " it is trained on."
+    )
+
+
+def _other_autocast(now: str, measured: str) -> str:
+    return (
+        f"The model runs {_under(now)}, and the plan was measured {_under(measured)}, so bytes and seconds are others:"
+        " fit it as it is trained, inside the same torch.autocast or with step= a callable that enters it."
+    )
+
+
+def _under(autocast: str) -> str:
+    return f"under autocast to {autocast}" if autocast else "without autocast"
+
+
+def _more_forwards(now: int, measured: int) -> str:
+    return (
+        f"The model is called while {now - 1} earlier {'forward waits' if now == 2 else 'forwards wait'} for a"
+        f" backward, and the measured step calls it {'once' if measured == 1 else f'{measured} times'}, so the step may"
+        " pass the budget: run each backward before the next forward, or fit with step= a callable that runs the whole"
+        " step."
+    )
+
+
+def _other_mode(training: bool) -> str:
+    measured, now = ("train", "eval") if training else ("eval", "train")
+    return (
+        f"The plan was made for a model in {measured} mode and is not in force in this step, whose forward ran in {now}"
+        " mode: call model.train() before fit and before training, or fit the model in the mode that it is trained in."
+    )
+
+
+_CHECKPOINTED = (
+    "Units of the plan run inside checkpoints of the model's own, where the plan is not in force: switch those off (for"
+    " models of transformers, model.gradient_checkpointing_disable(); for trainers, gradient_checkpointing=False), or"
+    " take the plan off with recoup.remove(model)."
+)
+_OUTPUT_HELD = (
+    "The plan counts on the model's output being let go before the backward, and the output is still held: write loss ="
+    " model(**batch).loss, or del the output before the backward, or fit with holds_output=True."
+)
+_GRADIENTS_THERE = (
+    "Gradients of an earlier backward are there when the forward begins, and the plan leaves no room for them: clear"
+    " them before the forward with optimizer.zero_grad(), or fit with accumulates=True."
+)
+_COMPILED = (
+    "The model is compiled with a plan on it, and the plan is not in force inside compiled code: take the plan off with"
+    " recoup.remove(model) before compiling, or do not compile the model."
+)
