@@ -194,6 +194,7 @@ def test_what_does_not_hold_it_is_silent(name: str) -> None:
     recoup.fit(model, batch, budget=budget, optimizer=optimizer)
     kept: list[Any] = []
     for _ in range(2):
+        optimizer.zero_grad()
         output = model(**batch)
         loss = output.loss
         if name == "detached copy":

@@ -124,8 +124,8 @@ def test_adapters_switched_off_inside_a_fitted_step() -> None:
         for _ in range(2):
             with torch.no_grad(), model.disable_adapter():
                 reference = model(**batch).loss
-            loss = model(**batch).loss - reference
             optimizer.zero_grad()
+            loss = model(**batch).loss - reference
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
