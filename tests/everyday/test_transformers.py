@@ -243,7 +243,7 @@ def test_fitted_in_eval_mode_training_mode_afterwards_keeps_its_numbers(saved: P
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [(gpt2, {}), (llama, {"num_beams": 2}), (gpt2, {"do_sample": True, "top_k": 5})]
+    ("make", "options"), [(gpt2, {"do_sample": True, "top_k": 5}), (llama, {"num_beams": 2})]
 )
 def test_generate_after_fit(make: Any, options: dict[str, Any]) -> None:
     model = make().eval()
@@ -345,7 +345,7 @@ def test_gradient_checkpointing_by_the_trainer_s_argument() -> None:
     arguments = TrainingArguments(gradient_checkpointing=True, max_steps=2)
     with pytest.warns(RecoupWarning, match=r"checkpoint.*gradient_checkpointing=False") as caught:
         Trainer(model=model, args=arguments, train_dataset=Texts()).train()
-    assert len(caught) == 1
+    assert len([one for one in caught if issubclass(one.category, RecoupWarning)]) == 1
 
 
 def test_a_collator_s_batch() -> None:
