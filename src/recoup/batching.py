@@ -6,7 +6,8 @@ NOTE [ Searching batch sizes ]
     2. Batch sizes double until one does not fit. Between the last two, the largest that fits is found by halving.
     3. What a batch costs is a straight line between two batches that were looked at closely, nearly: bytes and
        seconds of the same units under the same options. So every batch size in between is planned for by such
-       lines, which costs no measurement, and the most promising is looked at closely, until none promises more.
+       lines, which costs no measurement, and the most promising is looked at closely, until none promises more. Below
+       a batch that needs no recomputation there is nothing to look for: throughput only rises up to it.
     4. Seconds bend upwards (first operations cost their start, then their bytes), so lines promise too little: the
        further apart their ends, the more, and most of all halfway between them. That much is added to what they
        promise.
@@ -320,6 +321,8 @@ class _Search:
         num_lines = max(_LEAST_LINES, min(_MOST_LINES, _MOST_UNITS_PLANNED // num_units))
         for size in _spread(known, best, num_lines):
             place = bisect_left(known, size)
+            if self.plans[known[place]].keeps_everything:
+                continue
             line = known[place - 1], size, known[place]
             if line not in self._lines:
                 low, _, high = line

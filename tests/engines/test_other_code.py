@@ -372,6 +372,7 @@ def test_scripted_units() -> None:
     fitted = recoup.fit(model, x, loss=torch.sum, budget=recoup.minimum_budget(profile))
     assert not fitted.plan.keeps_everything
     for _ in range(4):  # torch specialises scripted code in its first runs
+        model.zero_grad()
         model(x).sum().backward()
     recoup.remove(model)
     assert all(

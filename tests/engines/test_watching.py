@@ -119,7 +119,7 @@ def test_a_larger_input_is_told_once() -> None:
 def test_a_larger_input_by_keyword_and_inside_a_container() -> None:
     model = Model()
     batch = {"inputs": X, "more": {"mask": X[0]}}
-    profile = recoup.measure(model, batch, loss=torch.sum)
+    profile = recoup.measure(model, batch, loss=torch.sum, accumulates=True)
     assert profile.conditions == Conditions((("inputs", (16, 8)), ("more['mask']", (8,))))
     recoup.apply(model, recoup.plan(profile, recoup.minimum_budget(profile)))
     step(model, more={"mask": X[0], "of no interest": torch.zeros(1000)})
@@ -223,7 +223,7 @@ def test_another_autocast() -> None:
 def test_the_measured_autocast() -> None:
     model = Model()
     with torch.autocast("cpu", torch.bfloat16):
-        profile = recoup.measure(model, X, loss=lambda output: output.float().sum())
+        profile = recoup.measure(model, X, loss=lambda output: output.float().sum(), accumulates=True)
         assert profile.conditions is not None
         assert profile.conditions.autocast == "bfloat16"
         recoup.apply(model, recoup.plan(profile, recoup.minimum_budget(profile)))

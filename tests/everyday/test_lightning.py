@@ -65,7 +65,7 @@ class AtStart(Task):
     def on_fit_start(self) -> None:
         batch = next(iter(loader()))
         if self.fits:
-            options = {"loss": self.criterion, "optimizer": self.optimizers()}
+            options = {"loss": self.criterion, "optimizer": self.optimizers(), "accumulates": True}
             recoup.fit(self.network, batch, budget=budget_of(self.network, batch, **options), **options)
 
 
@@ -79,11 +79,13 @@ def run(tmp_path: Path, make: type[Task] = Task, fit_when: str | None = None, **
     task = make()
     if fit_when == "network":
         batch = next(iter(data))
-        chosen = {"loss": task.criterion, "optimizer": torch.optim.AdamW(task.parameters())}
+        optimizer = torch.optim.AdamW(task.parameters())
+        chosen = {"loss": task.criterion, "optimizer": optimizer, "accumulates": True}
         recoup.fit(task.network, batch, budget=budget_of(task.network, batch, **chosen), **chosen)
     elif fit_when == "task":
         batch = next(iter(data))
-        recoup.fit(task, batch, budget=budget_of(task, batch, loss=task.criterion), loss=task.criterion)
+        chosen = {"loss": task.criterion, "accumulates": True}
+        recoup.fit(task, batch, budget=budget_of(task, batch, **chosen), **chosen)
     seed_everything(1, verbose=False)
     trainer = Trainer(
         max_epochs=2,
@@ -136,7 +138,7 @@ class Manual(Task):
     def on_train_start(self) -> None:
         batch = next(iter(self.trainer.train_dataloader))
         if self.fits:
-            options = {"loss": self.criterion, "optimizer": self.optimizers()}
+            options = {"loss": self.criterion, "optimizer": self.optimizers(), "accumulates": True}
             recoup.fit(self.network, batch, budget=budget_of(self.network, batch, **options), **options)
             assert is_applied(self.network)
 
@@ -183,7 +185,7 @@ class Adversarial(LightningModule):
         x, _ = next(iter(self.trainer.train_dataloader))
         if self.fits:
             options = {"loss": lambda output: F.softplus(-self.discriminator(output)).mean()}
-            options["optimizer"] = self.optimizers()
+            options |= {"optimizer": self.optimizers(), "accumulates": True}
             recoup.fit(self.generator, x, budget=budget_of(self.generator, x, **options), **options)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

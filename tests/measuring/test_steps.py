@@ -155,6 +155,7 @@ class TestStepCallables:
         model = nn.Sequential(mlp())
 
         def step() -> None:
+            model.zero_grad()
             model(X).sum().backward()
 
         known = measure(model, X, loss=total, units="0")
@@ -232,6 +233,7 @@ class TestStepCallables:
         model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6))
 
         def step() -> None:
+            model.zero_grad()
             model(model(X)).sum().backward()
 
         profile = measure(model, step=step)

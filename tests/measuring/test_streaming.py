@@ -51,7 +51,7 @@ X = torch.randn(4, 6)
 
 def test_units_one_by_one() -> None:
     model, recorder = Frozen(), Recorder()
-    assert not stream(TrainingStep(model, X), [model.a, model.b], recorder)
+    assert stream(TrainingStep(model, X), [model.a, model.b], recorder) == (False, False)
     # A call without gradients is no unit's call.
     first = ["enter b", "visit b", "leave b"]
     assert recorder.events == [*first, "enter b#2", "visit b#2", "leave b#2", "end"]
@@ -81,7 +81,7 @@ def test_a_second_round_is_not_visited() -> None:
         for rows in X.split(2):
             model(rows).sum().backward()
 
-    assert stream(TrainingStep(model, step=step), [model[0]], recorder)
+    assert stream(TrainingStep(model, step=step), [model[0]], recorder).accumulates
     assert recorder.events == ["enter 0", "visit 0", "leave 0", "end"]
 
 

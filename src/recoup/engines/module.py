@@ -19,6 +19,7 @@ from recoup.measuring.intercept import StandIn, install, installed, uninstall
 from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.profile import ProfiledUnit
 from recoup.measuring.slices import SlicedForward, find_module, slices_by_sequential
+from recoup.planning import Backward
 
 __all__ = ["apply", "is_applied", "remove"]
 
@@ -136,7 +137,7 @@ def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
     recipes = {index: unit.recipes for index, unit in enumerate(plan.profile.units)}
     profile = plan.profile
     conditions = profile.conditions
-    watch = Watch(conditions, holds_output=profile.holds_output, accumulates=profile.accumulates)
+    watch = Watch(conditions, holds_output=profile.holds_output, gradients_fit=_gradients_fit(plan))
     engine = _Engine(plan.items, recipes, watch)
     planned = _planned_units(plan)
     touched = {module: units for module, units in modules.items() if planned.keys() & set(units)}
@@ -153,6 +154,19 @@ def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
             install(cached, CachelessForward(cached))
         install(model, _Root(engine, model))
     return model
+
+
+def _gradients_fit(plan: ModelPlan) -> tuple[bool, bool]:
+    """Whether gradients of the step before fit the budget beside a plan's forward, and beside its backward."""
+    profile = plan.profile
+    if profile.accumulates:
+        return True, True
+    actions, timeline = plan.schedule.schedule.actions, plan.schedule.predicted.timeline
+    first = next(index for index, action in enumerate(actions) if isinstance(action, Backward))
+    spare_bytes = plan.budget_bytes - profile.residents.gradient_bytes
+    forward_bytes = max(moment.num_bytes for moment in timeline if moment.action < first)
+    is_known = profile.conditions is not None and profile.conditions.stale_gradients
+    return is_known or forward_bytes <= spare_bytes, plan.predicted_bytes <= spare_bytes
 
 
 def _mode(model: nn.Module, unit: nn.Module, conditions: Conditions | None) -> bool:

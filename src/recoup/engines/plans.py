@@ -21,6 +21,8 @@ __all__ = ["ModelPlan", "frontier", "minimum_budget", "plan", "span_name"]
 
 # What an eager model can run: options per unit, and (nested) segments. No moves to other stores.
 _SOLVERS = (ChainSolver(), SelectSolver())
+_NOTED_SHARE = 0.01
+"""An output that takes less of the peak than this is not worth a sentence."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,23 @@ class ModelPlan:
     def predicted_s(self) -> float:
         """Predicted seconds of forward and backward."""
         return self.schedule.predicted.seconds
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the plan counts on, in sentences for its user."""
+        profile = self.profile
+        if profile.output_bytes < _NOTED_SHARE * self.predicted_bytes:
+            return ()
+        output = f"the model's output ({profile.output_names}, {format_bytes(profile.output_bytes)})"
+        if profile.holds_output:
+            return (
+                f"The training loop is taken to hold {output} through the backward; where it does not, as with loss ="
+                " model(**batch).loss, holds_output=False leaves that room to activations.",
+            )
+        return (
+            f"The plan counts on {output} being let go before the backward, as loss = model(**batch).loss does; a loop"
+            " that holds it needs up to that much more.",
+        )
 
     @property
     def keeps_everything(self) -> bool:
@@ -254,16 +273,59 @@ def _too_small(tightest: ModelPlan, budget_bytes: int) -> BudgetError:
     profile = tightest.profile
     smallest = _smallest_budget(tightest)
     peak = tightest.schedule.predicted.peak
-    unit = profile.units[peak.unit].name
-    advice = "Raise the budget, or use a smaller batch"
-    advice += "." if profile.units[peak.unit].is_code else f", or split {unit!r} with units=."
+    unit = profile.units[peak.unit]
+    given = "" if profile.holds_output else " with the model's output let go before the backward"
     return BudgetError(
         f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
-        f" budget is {format_bytes(smallest)} ({smallest} bytes), set by the {peak.phase} of {unit!r}. {advice}",
+        f" budget is {format_bytes(smallest)} ({smallest} bytes){given}, set by the {peak.phase} of {unit.name!r}:"
+        f" {_floor(tightest)}. {' '.join(_advice(tightest))}",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
-        unit=unit,
+        unit=unit.name,
     )
+
+
+def _floor(tightest: ModelPlan) -> str:
+    """What a plan's peak consists of."""
+    profile, predicted = tightest.profile, tightest.schedule.predicted
+    residents = profile.residents
+    run = tightest.schedule.schedule.actions[: predicted.peak.action]
+    gradient_bytes = residents.gradient_bytes if profile.accumulates else 0
+    gradient_bytes += sum(
+        profile.problem.units[action.unit].parameter_gradient_bytes
+        for action in run
+        if isinstance(action, planning.Backward)
+    )
+    output_bytes = profile.output_bytes if profile.holds_output else 0
+    parts = {
+        "parameters and buffers": residents.parameter_bytes,
+        "gradients": gradient_bytes,
+        "optimizer state": residents.optimizer_bytes,
+        "sample and other tensors": residents.other_bytes,
+        f"the model's output ({profile.output_names})": output_bytes,
+    }
+    parts["activations and workspace there"] = max(0, _peak_bytes(tightest) - sum(parts.values()))
+    return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
+
+
+def _advice(tightest: ModelPlan) -> list[str]:
+    """What would lower the smallest budget, as far as it is known."""
+    profile = tightest.profile
+    unit = profile.units[tightest.schedule.predicted.peak.unit]
+    advice = ["Raise the budget, or use a smaller batch."]
+    if profile.holds_output and profile.output_bytes:
+        advice.append(
+            f"Letting the model's output go before the backward, as loss = model(**batch).loss does, frees up to"
+            f" {format_bytes(profile.output_bytes)}: then pass holds_output=False."
+        )
+    if profile.residents.total_bytes + profile.residents.gradient_bytes > _peak_bytes(tightest) // 2:
+        advice.append(
+            "Most of it is parameters, gradients and optimizer state, which no plan makes smaller: use a lighter"
+            " optimizer, train fewer parameters, or shard them."
+        )
+    elif unit.num_parts:
+        advice.append(f"units= can name what {unit.name!r} calls, to split it.")
+    return advice
 
 
 def frontier(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 
 from recoup.engines.comparing import compare_units
 from recoup.engines.fingerprints import (
@@ -17,7 +18,7 @@ from recoup.engines.fingerprints import (
 from recoup.engines.plans import ModelPlan
 from recoup.engines.recording import Points, Recording, record
 from recoup.errors import OverBudgetError, VerificationError
-from recoup.measuring.caches import without_caches
+from recoup.measuring.caches import cached_models, without_caches
 from recoup.measuring.intercept import suspended
 from recoup.measuring.meter import Meter, device_of, make_meter
 from recoup.measuring.steps import TrainingStep
@@ -47,6 +48,7 @@ class Verification:
         plain_seconds: of the plain step; ``None`` where that did not fit.
         gradients: how the gradients were compared: ``"bit-equal"``, or ``"bit-equal, unit by unit"``.
         drifting: parameters whose gradients are not bit-equal, in a model whose plain steps are not either.
+        notes: what is to be known about these figures, in sentences.
         timeline: seconds, and the bytes of the whole step from then on. Watching slows a step down unevenly: the
             times are those of the watched step, scaled to ``seconds``.
     """
@@ -57,6 +59,7 @@ class Verification:
     plain_seconds: float | None
     gradients: str
     drifting: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     timeline: Points = field(default=(), repr=False)
 
 
@@ -96,6 +99,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan) -> Verification:
             None,
             None,
             "bit-equal, unit by unit",
+            notes=verifier.notes(),
             timeline=fitted.timeline,
         )
     drifting = verifier.compare(fitted, plain)
@@ -106,6 +110,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan) -> Verification:
         plain.seconds,
         "bit-equal",
         drifting,
+        verifier.notes(),
         timeline=fitted.timeline,
     )
 
@@ -121,6 +126,21 @@ class _Verifier:
     def plain_fits(self) -> bool:
         """Whether the device has room for the plain step beside what lives already."""
         return self.plan.profile.plain_bytes - self.residents.total_bytes < self.meter.free_bytes()
+
+    def notes(self) -> tuple[str, ...]:
+        """What was switched off for the comparison, and what is not in the count."""
+        found = []
+        if cached_models(self.step.model):
+            found.append(
+                "The plain step ran with the key-value cache (use_cache) off, as it is under the plan: a training step"
+                " with the cache on takes more memory, and may round differently."
+            )
+        if self.device.type == "cpu" and any(isinstance(m, _ConvNd) for m in self.step.model.modules()):
+            found.append(
+                "On a CPU the bytes are those of tensors: workspace that convolutions allocate inside their kernels is"
+                " not in the count, so leave a margin for it in the budget."
+            )
+        return tuple(found)
 
     def run(self, most_bytes: int | None = None) -> _Run:
         """Peak, seconds and gradients of the step as the model stands.
@@ -182,7 +202,7 @@ class _Verifier:
                 parameter.grad = None
 
     def _prepare(self) -> None:
-        if self.accumulates:
+        if self.accumulates or self.step.leaves_gradients:
             for parameter in self.step.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)

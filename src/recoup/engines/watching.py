@@ -57,11 +57,13 @@ class Watch:
     Args:
         conditions: what was measured; ``None`` if that is not known: only what needs no comparison is told then.
         holds_output: whether the plan leaves room for the model's output during the backward.
-        accumulates: whether it leaves room for gradients during the forward.
+        gradients_fit: whether it leaves room for gradients of an earlier backward: in the forward, in the backward.
     """
 
-    def __init__(self, conditions: Conditions | None, *, holds_output: bool, accumulates: bool) -> None:
-        self.conditions, self.holds_output, self.accumulates = conditions, holds_output, accumulates
+    def __init__(
+        self, conditions: Conditions | None, *, holds_output: bool, gradients_fit: tuple[bool, bool]
+    ) -> None:
+        self.conditions, self.holds_output, self.gradients_fit = conditions, holds_output, gradients_fit
         self._told: set[str] = set()  # kinds of warnings
         self._begin()
 
@@ -70,10 +72,11 @@ class Watch:
         self._names: tuple[str, ...] | None = None
         self._graphs: list[weakref.ref[_Graph]] = []
         self._planned_mode: bool | None = None
-        self._parameters: list[nn.Parameter] | None = None
+        self._parameter: Callable[[], Tensor | None] = _nothing
+        self._trained: list[weakref.ref[nn.Parameter]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("conditions", "holds_output", "accumulates")
+        names = ("conditions", "holds_output", "gradients_fit")
         return {name: getattr(self, name) for name in names} | {"_told": self._told.copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,19 +99,28 @@ class Watch:
         if measured is None or module.training != measured.training:
             return
         self._compare_shapes(forward, args, kwargs)
-        autocast = autocast_of(module)
+        autocast = autocast_of(self._first_parameter(module))
         if autocast != measured.autocast:
             self._tell("autocast", _other_autocast(autocast, measured.autocast))
         self._graphs = [graph for graph in self._graphs if _waits(graph())]
         if len(self._graphs) >= measured.forwards:
             self._tell("forwards", _more_forwards(len(self._graphs) + 1, measured.forwards))
-        if not self.accumulates and self._has_gradients(module):
-            self._tell("gradients", _GRADIENTS_THERE)
+        if self._trained is None:
+            self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
+        if not self.gradients_fit[0] and self._has_gradients():
+            self._tell("gradients", _GRADIENTS_THERE.format("the forward"))
 
-    def _has_gradients(self, module: nn.Module) -> bool:
-        if self._parameters is None:
-            self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return any(parameter.grad is not None for parameter in self._parameters)
+    def _has_gradients(self) -> bool:
+        found = (reference() for reference in self._trained or ())
+        return any(parameter is not None and parameter.grad is not None for parameter in found)
+
+    def _first_parameter(self, module: nn.Module) -> Tensor | None:
+        """Its device is the model's, also after a move. To find it takes longer than all else here."""
+        found = self._parameter()
+        if found is None:
+            found = next(module.parameters(), None)
+            self._parameter = _nothing if found is None else weakref.ref(found)
+        return found
 
     def _compare_shapes(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -148,7 +160,11 @@ class Watch:
         """
         if planned_mode is not None:
             self._tell("mode", _other_mode(planned_mode))
-        elif "output" not in self._told and any(map(_is_held, outputs)):
+            return
+        is_first = self.conditions is not None and self.conditions.forwards == 1
+        if is_first and not self.gradients_fit[1] and self._has_gradients():
+            self._tell("gradients", _GRADIENTS_THERE.format("the backward"))
+        if "output" not in self._told and any(map(_is_held, outputs)):
             self._tell("output", _OUTPUT_HELD)
 
     # Calls of units
@@ -180,6 +196,10 @@ def _outputs(value: Any) -> Iterator[Tensor]:
         found = contents(value)
         for item in () if found is None else found[1]:
             yield from _outputs(item)
+
+
+def _nothing() -> None:
+    """As a weak reference whose object is gone."""
 
 
 def _waits(graph: _Graph | None) -> bool:
@@ -259,8 +279,8 @@ _OUTPUT_HELD = (
     " model(**batch).loss, or del the output before the backward, or fit with holds_output=True."
 )
 _GRADIENTS_THERE = (
-    "Gradients of an earlier backward are there when the forward begins, and the plan leaves no room for them: clear"
-    " them before the forward with optimizer.zero_grad(), or fit with accumulates=True."
+    "Gradients of an earlier backward are there when {} begins, and the plan leaves no room for them: clear them before"
+    " the forward with optimizer.zero_grad(), or fit with accumulates=True."
 )
 _COMPILED = (
     "The model is compiled with a plan on it, and the plan is not in force inside compiled code: take the plan off with"

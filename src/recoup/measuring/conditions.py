@@ -26,6 +26,7 @@ class Conditions:
         autocast: the dtype of autocast around the model, such as ``"bfloat16"``; empty if that was off.
         forwards: how often the step calls the model with gradients.
         training: whether the model was in training mode.
+        stale_gradients: whether gradients of the step before were there in the forward, and gone in the backward.
 
     >>> Conditions((("x", (8, 64)),)).largest
     {'x': 512}
@@ -35,6 +36,7 @@ class Conditions:
     autocast: str = ""
     forwards: int = 1
     training: bool = True
+    stale_gradients: bool = False
 
     @property
     def largest(self) -> dict[str, int]:
@@ -78,10 +80,16 @@ def _shapes_in(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
             yield from _shapes_in(f"{name}[{key!r}]", item)
 
 
-def autocast_of(model: nn.Module) -> str:
-    """The dtype of autocast on a model's device, by name; empty if autocast is off there."""
-    first = next(model.parameters(), None)
-    device_type = "cpu" if first is None else first.device.type
+def autocast_of(parameter: Tensor | None) -> str:
+    """The dtype of autocast on a parameter's device, by name; empty if autocast is off there, or nothing is.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     autocast_of(torch.zeros(1)), autocast_of(None)
+    ('bfloat16', '')
+    """
+    if parameter is None:
+        return ""
+    device_type = parameter.device.type
     try:
         if not torch.is_autocast_enabled(device_type):
             return ""
@@ -105,7 +113,8 @@ class Recorder:
         if not torch.is_grad_enabled():
             return
         if not self._forwards:
-            self._autocast, self._training = autocast_of(model), model.training
+            self._autocast = autocast_of(next(model.parameters(), None))
+            self._training = model.training
         self._forwards += 1
         for name, shape in input_shapes(self._names, args, kwargs):
             if name not in self._shapes or shape.numel() > prod(self._shapes[name]):
@@ -127,7 +136,7 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     >>> with recording(model) as recorder:
     ...     output = model(torch.zeros(5, 3))
     >>> recorder.conditions
-    Conditions(shapes=(('input', (5, 3)),), autocast='', forwards=1, training=True)
+    Conditions(shapes=(('input', (5, 3)),), autocast='', forwards=1, training=True, stale_gradients=False)
     """
     recorder = Recorder(model)
     handle = model.register_forward_pre_hook(recorder, with_kwargs=True)

@@ -15,7 +15,8 @@ NOTE [ Values between units ]
        not, to its producer's, and through the replays between them. Where another position's backward gives it
        one, that is added in place, unless the first is a view of something larger: then their sum is made beside
        both, when that backward has let go of what it held.
-    5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen.
+    5. What nobody holds but the user's own variables lives in the forward only: it is transient where it was seen. So
+       are gradients of the step before that are cleared before the backward.
     6. What the caller holds, the loss and perhaps the model's output, lives through the whole backward, and through
        the replays in it.
     7. The planner takes the gradients of a position's output and input to live together, through its whole
@@ -234,6 +235,9 @@ def encode(costs: StepCosts) -> Problem:
     """The planning problem of a measured step."""
     positions = positions_of(costs)
     _find_user_bytes(positions)
+    if costs.structure.has_stale and not costs.accumulates:
+        for position in positions:
+            position.user_bytes += costs.residents.gradient_bytes
     _find_kept_outputs(costs, positions)
     gradients = _parameter_gradients(costs, positions)
     units = []

@@ -236,7 +236,10 @@ class _Measurement:
             ),
         )
         names = unit_names(self.step.model, self.units)
-        return Measured(self.step.model, self.meter, costs, unsafe, names, self.recorder.conditions)
+        conditions = self.recorder.conditions
+        if conditions is not None:
+            conditions = replace(conditions, stale_gradients=structure.has_stale)
+        return Measured(self.step.model, self.meter, costs, unsafe, names, conditions)
 
     # Passes
 

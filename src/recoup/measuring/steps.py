@@ -68,6 +68,8 @@ class TrainingStep:
         check_not_compiled(model, self.reached.modules, step)
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
+        #: Whether the next step finds gradients of the one before.
+        self.leaves_gradients = False
         #: Whether a step of the user's was seen to call `torch.autograd.grad`.
         self.calls_grad = False
 
@@ -178,11 +180,13 @@ class TrainingStep:
         trained = self._trained()
         # So that it does the same each time, from the same counters.
         put_back = Reached(self._roots, known=self.model).hold()
-        with _disable_current_modes():
-            self._give_gradients(self.model.parameters())
+        if self.leaves_gradients:
+            with _disable_current_modes():
+                self._give_gradients(self.model.parameters())
         try:
             with _backward_replaced(backward), self._grad_noted():
                 self.step()
+            self.leaves_gradients = any(p.grad is not None for p in self.model.parameters())
         finally:
             put_back()
             for parameter in trained:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +168,7 @@ class _Stream:
         self.handed: list[weakref.ref[_Mark]] = []
         self.is_inside = False
         self.has_ended = False
-        self.accumulates = False
+        self.accumulates = self.has_stale = False
 
     def run(self) -> None:
         model = self.step.model
@@ -189,18 +189,15 @@ class _Stream:
             number = self.calls_of[unit] = self.calls_of.get(unit, 0) + 1
             label = name if number == 1 else f"{name}#{number}"
             with self._inside():
-                if not self.has_ended and self.num_calls == 0 and self.step.step is not None:
-                    # Those of the step before are still there.
-                    parameters = self.step.model.parameters()
-                    self.accumulates = any(parameter.grad is not None for parameter in parameters)
+                if not self.has_ended and self.num_calls == 0:
+                    self.has_stale = self._has_gradients()
                 if self.has_ended:
                     self.accumulates = True
                     with torch.no_grad():
                         return fn(*args, **kwargs)
                 if _is_checkpointed():
-                    raise _checkpointed_already(
-                        f"Unit {label!r} runs inside a checkpoint of the model's own."
-                    )
+                    what = f"Unit {label!r} runs inside a checkpoint of the model's own."
+                    raise _checkpointed_already(what, self.step.model)
                 return self._visit(label, unit, fn, args, kwargs)
 
         return forward
@@ -236,6 +233,8 @@ class _Stream:
             return
         if self.step.step is None or self._reaches_model(loss):
             self.has_ended = True
+            self.accumulates = self._has_gradients()
+            self.has_stale &= not self.accumulates
             self.visitor.end(loss, output)
             return
         self.num_foreign += 1
@@ -245,6 +244,10 @@ class _Stream:
         if self.num_foreign == self.step.num_skipped:
             self.num_calls, self.calls_of, self.handed = 0, {}, []
             self.visitor.restart()
+
+    def _has_gradients(self) -> bool:
+        """Whether gradients of the step before are still there."""
+        return any(parameter.grad is not None for parameter in self.step.model.parameters())
 
     def _reaches_model(self, loss: Tensor) -> bool:
         """Whether a loss depends on what a unit handed on, or on a parameter of the model."""
@@ -260,8 +263,20 @@ class _Stream:
         return False
 
 
-def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> bool:
-    """Runs a step by NOTE [ Streaming ]; returns whether it accumulates gradients over several forwards.
+class Streamed(NamedTuple):
+    """What became of gradients in a streamed step.
+
+    Attributes:
+        accumulates: whether they were there when the backward began, or were added to by a second one.
+        has_stale: whether those of the step before were there in the forward, and gone when the backward began.
+    """
+
+    accumulates: bool
+    has_stale: bool
+
+
+def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> Streamed:
+    """Runs a step by NOTE [ Streaming ].
 
     Raises:
         LeakError: a gradient would reach the inside of a unit by another way than through its outputs.
@@ -275,13 +290,13 @@ def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> 
     except RuntimeError as error:
         if _REENTRANT not in str(error):
             raise
-        raise _checkpointed_already("The model has reentrant checkpoints of its own.") from error
+        raise _checkpointed_already("The model has reentrant checkpoints of its own.", step.model) from error
     if running.num_foreign and not running.has_ended:
         raise UnitError(
             "The step runs no module of the model with gradients, so there is nothing to decide about: no backward"
             " reaches it. Check step= and torch.no_grad around the model."
         )
-    return running.accumulates
+    return Streamed(running.accumulates, running.has_stale)
 
 
 _REENTRANT = "use_reentrant=True"
@@ -294,8 +309,13 @@ def _is_checkpointed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
-def _checkpointed_already(what: str) -> UnitError:
+def _checkpointed_already(what: str, model: nn.Module) -> UnitError:
+    remedies = {
+        "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
+        "set_grad_checkpointing": "model.set_grad_checkpointing(False)",
+    }
+    known = [f" with {call}" for name, call in remedies.items() if hasattr(model, name)]
     return UnitError(
-        f"{what} recoup decides what to recompute: switch the model's checkpoints off (for models of transformers,"
-        " model.gradient_checkpointing_disable()), or choose units that contain them with units=."
+        f"{what} recoup decides what to recompute: switch the model's checkpoints off{known[0] if known else ''}, or"
+        " choose units that contain them with units=."
     )

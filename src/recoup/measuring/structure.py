@@ -120,6 +120,7 @@ class Structure:
     calls: tuple[SeenCall, ...]
     tail: Tail
     accumulates: bool
+    has_stale: bool = False
 
 
 class _Numbers:
@@ -426,11 +427,11 @@ def _look(
         push_hooks(looker.pack, _given_back)
         stack.callback(pop_hooks)
         stack.callback(step.model.register_forward_hook(looker.note_output).remove)
-        accumulates = stream(step, units, looker)
+        streamed = stream(step, units, looker)
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")
         calls = _noting_gradients(looker.calls, looker.tail)
-        return Structure(calls, looker.tail, accumulates)
+        return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale)
 
 
 def _given_back(tensor: Tensor) -> Tensor:
