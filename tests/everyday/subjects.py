@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -102,7 +101,6 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def peak_bytes(run: Callable[[], Any], *living: Any) -> int:
     """The peak of ``run``, with the bytes of models, optimizers and batches that live before."""
-    gc.collect()
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_of(list(living))}
     with MemoryTracker() as memory:
         run()

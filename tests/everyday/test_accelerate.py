@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -100,6 +101,11 @@ def script(
     return losses, state_of(accelerator.unwrap_model(model), optimizer, scheduler), peak
 
 
+@functools.cache
+def plain_script(**options: Any) -> tuple[list[float], list[Any], int]:
+    return script(None, **options)
+
+
 def fit_to(model: nn.Module, *sample: Any, **options: Any) -> None:
     budget = int(0.8 * recoup.measure(model, *sample, **options).plain_bytes)
     fitted = recoup.fit(model, *sample, budget=budget, **options)
@@ -109,7 +115,7 @@ def fit_to(model: nn.Module, *sample: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after", "unwrapped", "step"])
 def test_fit_around_prepare(when: str) -> None:
-    losses, state, plain_bytes = script(None)
+    losses, state, plain_bytes = plain_script()
     fitted_losses, fitted_state, peak = script(when)
     assert fitted_losses == losses
     assert_same(fitted_state, state)
@@ -118,7 +124,7 @@ def test_fit_around_prepare(when: str) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_accumulation(when: str) -> None:
-    losses, state, _ = script(None, accumulates=2)
+    losses, state, _ = plain_script(accumulates=2)
     fitted_losses, fitted_state, _ = script(when, accumulates=2)
     assert fitted_losses == losses
     assert_same(fitted_state, state)
@@ -126,7 +132,7 @@ def test_accumulation(when: str) -> None:
 
 def test_bf16_prepared_first() -> None:
     """`prepare` wraps the forward in autocast: fitted afterwards, the plan is made for it, and no warning comes."""
-    losses, state, _ = script(None, precision="bf16")
+    losses, state, _ = plain_script(precision="bf16")
     fitted_losses, fitted_state, _ = script("after", precision="bf16")
     assert fitted_losses == losses
     assert_same(fitted_state, state)
@@ -134,7 +140,7 @@ def test_bf16_prepared_first() -> None:
 
 def test_bf16_prepared_afterwards_is_said() -> None:
     """The plan was made for float32: the numbers stay, and one warning says what to do."""
-    losses, state, _ = script(None, precision="bf16")
+    losses, state, _ = plain_script(precision="bf16")
     with pytest.warns(recoup.errors.RecoupWarning, match="autocast|bfloat16") as caught:
         fitted_losses, fitted_state, _ = script("before", precision="bf16")
     assert len(caught) == 1
@@ -151,7 +157,7 @@ def test_no_class_is_changed() -> None:
 def test_accelerate_works_on_for_the_whole_process() -> None:
     """Another model, made and trained after the fit: steps count, schedulers advance."""
     script("after")
-    losses, state, _ = script(None)
+    losses, state, _ = plain_script()
     again, state_again, _ = script(None)
     assert again == losses
     assert_same(state_again, state)

@@ -14,7 +14,7 @@ import recoup
 from recoup.engines import is_applied
 from recoup.errors import BudgetError, RecoupWarning
 
-LARGE = 2048
+LARGE = 1024
 """Words: the logits are the largest tensor of the step, as in real models."""
 LOGITS_BYTES = 8 * 32 * LARGE * 4
 
@@ -107,7 +107,7 @@ def test_a_budget_below_that_is_planned_for_letting_the_output_go() -> None:
     assert peak <= budget
     text = str(fitted)
     assert "output" in text
-    assert "2.00 MiB" in text or "2.0 MiB" in text
+    assert "1.00 MiB" in text
     assert ".loss" in text or "holds_output" in text
 
 
@@ -186,7 +186,7 @@ def test_every_way_of_holding_is_seen(hold: Any) -> None:
         hold(model, batch)
 
 
-@pytest.mark.parametrize("name", ["loss", "item", "detached copy", "argmax"])
+@pytest.mark.parametrize("name", ["loss", "detached copy"])
 def test_what_does_not_hold_it_is_silent(name: str) -> None:
     """Losses and predictions kept for logging are small, or copies."""
     model, batch, optimizer = subject()
@@ -197,10 +197,8 @@ def test_what_does_not_hold_it_is_silent(name: str) -> None:
         optimizer.zero_grad()
         output = model(**batch)
         loss = output.loss
-        if name == "argmax":
-            kept.append(output.logits.argmax(-1))
-        elif name == "detached copy":
-            kept.append(output.logits[:, -1].detach().clone())
+        if name == "detached copy":
+            kept += [output.logits[:, -1].detach().clone(), output.logits.argmax(-1)]
         del output
         loss.backward()
         kept.append(loss if name == "loss" else loss.item())

@@ -40,10 +40,11 @@ class Documented(Classifier):
         return super().forward(x) * scale
 
 
-def fitted(model: nn.Module) -> nn.Module:
+def fitted(model: nn.Module, budget: int | None = None) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         batch = examples()
-    recoup.fit(model, batch, budget=budget_for(model, batch), loss=nn.CrossEntropyLoss(), verify=False)
+    budget = budget_for(model, batch) if budget is None else budget
+    recoup.fit(model, batch, budget=budget, loss=nn.CrossEntropyLoss(), verify=False)
     assert is_applied(model)
     return model
 
@@ -154,9 +155,10 @@ def test_a_scripted_part() -> None:
     def run(is_fitted: bool) -> list[Any]:
         torch.manual_seed(0)
         model, batch = Classifier(), examples()
+        budget = budget_for(model, batch)
         model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)))
         if is_fitted:
-            fitted(model)
+            fitted(model, budget)
         optimizer = torch.optim.AdamW(model.parameters())
         return [train(model, optimizer, [batch] * 2, loss_of_examples), *state_of(model)]
 
@@ -287,15 +289,15 @@ def test_parametrized_blocks_are_repeats(change: Callable[[Block], Block]) -> No
 
     def make() -> Classifier:
         torch.manual_seed(0)
-        model = Classifier(num_blocks=6)
+        model = Classifier(num_blocks=4)
         model.blocks = nn.ModuleList(change(block) for block in model.blocks)
         return model
 
-    batch = examples(512)
+    batch = examples(256)
     options: dict[str, Any] = {"loss": nn.CrossEntropyLoss()}
     profile = recoup.measure(make(), batch, **options)
     names = {unit.module for unit in profile.units if unit.module is not None}
-    assert {f"blocks.{index}" for index in range(6)} <= names
+    assert {f"blocks.{index}" for index in range(4)} <= names
     by_hand = recoup.measure(make(), batch, units="blocks.*", **options)
     assert recoup.minimum_budget(profile) <= 1.1 * recoup.minimum_budget(by_hand)
 

@@ -24,8 +24,6 @@ from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     BatchEncoding,
-    BertConfig,
-    BertForSequenceClassification,
     DataCollatorWithPadding,
     GPT2LMHeadModel,
     T5Config,
@@ -92,15 +90,14 @@ def run_trainer(*, is_fitted: bool, make: Any = gpt2) -> tuple[float, dict[str, 
 @pytest.mark.usefixtures("_in_a_folder")
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_trainer_with_default_arguments(make: Any) -> None:
-    """Fitted, twice in one process, and not: the same losses and weights, and the peak under the budget."""
+    """The same losses and weights as of the model that is not fitted, and the peak under the budget."""
     loss, weights, plain_bytes, _ = run_trainer(is_fitted=False, make=make)
-    for _ in range(2 if make is gpt2 else 1):
-        fitted_loss, fitted_weights, peak, budget = run_trainer(is_fitted=True, make=make)
-        assert fitted_loss == loss
-        assert_same(fitted_weights, weights)
-        # The Trainer fetches a batch ahead; `fit` counts one.
-        assert peak <= budget + 2 * 3 * 8 * 32 * 8
-        assert peak < 0.9 * plain_bytes
+    fitted_loss, fitted_weights, peak, budget = run_trainer(is_fitted=True, make=make)
+    assert fitted_loss == loss
+    assert_same(fitted_weights, weights)
+    # The Trainer fetches a batch ahead; `fit` counts one.
+    assert peak <= budget + 2 * 3 * 8 * 32 * 8
+    assert peak < 0.9 * plain_bytes
 
 
 @pytest.mark.usefixtures("_in_a_folder")
@@ -246,7 +243,7 @@ def test_fitted_in_eval_mode_training_mode_afterwards_keeps_its_numbers(saved: P
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [(gpt2, {}), (llama, {"num_beams": 2}), (gpt2, {"do_sample": True, "top_k": 5})]
+    ("make", "options"), [(gpt2, {"do_sample": True, "top_k": 5}), (llama, {"num_beams": 2})]
 )
 def test_generate_after_fit(make: Any, options: dict[str, Any]) -> None:
     model = make().eval()
@@ -301,23 +298,6 @@ def test_signatures_are_the_model_s_own(make: Any) -> None:
 # Other kinds of models
 
 
-def test_a_classifier_with_a_padding_collator() -> None:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=128,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        num_labels=3,
-    )
-    model = BertForSequenceClassification(config).train()
-    batch = {**tokens(), "labels": torch.randint(0, 3, (8,))}
-    fitted = recoup.fit(model, batch, budget=budget_for(model, batch))
-    assert fitted.verification.gradients == "bit-equal"
-
-
 def test_an_encoder_and_decoder() -> None:
     config = T5Config(
         vocab_size=128, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
@@ -365,7 +345,7 @@ def test_gradient_checkpointing_by_the_trainer_s_argument() -> None:
     arguments = TrainingArguments(gradient_checkpointing=True, max_steps=2)
     with pytest.warns(RecoupWarning, match=r"checkpoint.*gradient_checkpointing=False") as caught:
         Trainer(model=model, args=arguments, train_dataset=Texts()).train()
-    assert len(caught) == 1
+    assert len([one for one in caught if issubclass(one.category, RecoupWarning)]) == 1
 
 
 def test_a_collator_s_batch() -> None:

@@ -32,7 +32,8 @@ def fitted(model: nn.Module | None = None, **options: Any) -> nn.Module:
     model = Classifier() if model is None else model
     batch = examples()
     options.setdefault("loss", nn.CrossEntropyLoss())
-    recoup.fit(model, batch, budget=budget_for(model, batch), verify=False, **options)
+    share = 0.9 if options.get("accumulates") else 0.8
+    recoup.fit(model, batch, budget=budget_for(model, batch, share=share), verify=False, **options)
     assert is_applied(model)
     return model
 
@@ -178,6 +179,7 @@ def test_two_forwards_before_a_backward() -> None:
     model, (x, y) = fitted(), examples()
     with Heard() as heard:
         for _ in range(3):
+            model.zero_grad()
             (F.cross_entropy(model(x), y) + F.cross_entropy(model(x), y)).backward()
     assert len(heard.messages) == 1
     assert "step=" in heard.messages[0]
@@ -194,13 +196,14 @@ def test_two_forwards_that_were_measured() -> None:
     with Heard() as heard:
         recoup.fit(model, step=step, budget=int(0.8 * recoup.measure(model, step=step).plain_bytes))
         for _ in range(3):
+            model.zero_grad()
             step()
     assert heard.messages == []
 
 
 def test_usual_loops_are_silent() -> None:
     """Accumulation, a forward whose loss is dropped, an output that is kept for logging after its backward."""
-    model, batches = fitted(), [examples() for _ in range(3)]
+    model, batches = fitted(accumulates=True), [examples() for _ in range(3)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outputs, losses = [], []
     with Heard() as heard:
@@ -233,6 +236,7 @@ def test_autocast_after_a_fit_in_float32() -> None:
     model, batch = fitted(), examples()
     with Heard() as heard:
         for _ in range(2):
+            model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_of_examples(model, batch)
             loss.backward()
@@ -283,6 +287,7 @@ def test_checkpoints_switched_on_after_fit() -> None:
             one.checkpoints = True
             torch.manual_seed(1)
             loss_of_examples(one, batch).backward()
+            one.zero_grad()
             loss_of_examples(one, batch).backward()
     assert len(heard.messages) == 1
     assert "checkpoint" in heard.messages[0]
@@ -313,6 +318,21 @@ def test_checkpoints_by_timm_s_method_are_named_by_it() -> None:
         recoup.fit(model, examples(), budget="1GiB", loss=nn.CrossEntropyLoss())
 
 
+# Gradients of the step before
+
+
+def test_gradients_that_are_there_when_the_forward_begins() -> None:
+    """The plan leaves no room for them: accumulation that was not announced, or cleared too late."""
+    model, batch = fitted(), examples()
+    with Heard() as heard:
+        for _ in range(3):
+            loss_of_examples(model, batch).backward()
+    assert len(heard.messages) == 1
+    assert "zero_grad()" in heard.messages[0]
+    assert "accumulates=True" in heard.messages[0]
+    assert_one_sentence(heard.messages[0])
+
+
 # Once each
 
 
@@ -322,6 +342,7 @@ def test_each_kind_is_told_once_and_by_each_model() -> None:
         for _ in range(2):
             steps(first, examples(256))
             steps(second, examples(256))
+            first.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_of_examples(first, examples())
             loss.backward()
