@@ -85,11 +85,12 @@ def examples(num_samples: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of models, optimizers and batches."""
+    """The tensors of models, with gradients that are there, of optimizers and of batches."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, nn.Module):
-        return [*value.parameters(), *value.buffers()]
+        gradients = [parameter.grad for parameter in value.parameters() if parameter.grad is not None]
+        return [*value.parameters(), *value.buffers(), *gradients]
     if isinstance(value, torch.optim.Optimizer):
         return tensors_of(list(value.state.values()))
     if hasattr(value, "values"):
