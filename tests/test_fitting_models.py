@@ -17,6 +17,7 @@ import recoup
 from recoup.errors import BudgetError
 from recoup.fitting import Fitted
 from recoup.measuring import MemoryTracker, Profile
+from recoup.measuring.caches import cached_models
 
 
 class Case:
@@ -84,7 +85,12 @@ class Case:
 
     def assert_trains_the_same(self, num_steps: int = 1) -> None:
         fitted = self.train(self.model, num_steps)
-        plain = self.train(recoup.remove(copy.deepcopy(self.model)), num_steps)
+        plain_model = recoup.remove(copy.deepcopy(self.model))
+        # As under the plan, and as the verification says: a cache gives keys and values another layout, and products
+        # round differently there on some CPUs.
+        for module in cached_models(plain_model):
+            module.config.use_cache = False
+        plain = self.train(plain_model, num_steps)
         assert fitted.keys() == plain.keys()
         for name, value in plain.items():
             assert torch.equal(value, fitted[name]), name

@@ -165,18 +165,6 @@ def test_a_scripted_part() -> None:
     assert_same(run(is_fitted=True), run(is_fitted=False))
 
 
-def test_scripting_a_part_of_a_fitted_model() -> None:
-    x, _ = examples()
-    model = fitted(
-        nn.Sequential(
-            *(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)),
-            nn.Linear(32, 10),
-        )
-    )
-    scripted = torch.jit.script(model[0])
-    assert torch.equal(scripted(x), model[0](x))
-
-
 @pytest.mark.parametrize("name", ["grad", "vmap of grad", "jacrev", "jvp", "vmap"])
 def test_functorch_transforms(name: str) -> None:
     torch.manual_seed(0)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from recoup.errors import SampleError
 
-__all__ = ["check_not_compiled"]
+__all__ = ["check_not_compiled", "is_compiled_function"]
 
 
-def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], step: Any) -> None:
+def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], functions: Sequence[str]) -> None:
     """Refuses compiled code: measured, it would run eagerly, and go on to do so for the rest of the process.
 
+    Args:
+        model: to be measured.
+        others: further models that its step uses.
+        functions: the names of compiled functions that the step can reach.
+
     Raises:
-        SampleError: the model, a module in it, another one that the step uses, or the step itself is compiled.
+        SampleError: the model, a module in it, another one that the step uses, or a function is compiled.
     """
-    if _is_compiled_function(step):
-        raise _refusal("step= is")
     for root in (model, *others):
         names = [name or type(root).__name__ for name, module in root.named_modules() if _is_compiled(module)]
         if names:
             more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
             raise _refusal(f"{names[0]!r}{more}")
+    if functions:
+        raise _refusal(f"{functions[0]!r} is")
 
 
 def _refusal(what: str) -> SampleError:
@@ -39,11 +44,12 @@ def _is_compiled(module: nn.Module) -> bool:
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or "_orig_mod" in module._modules  # what torch.compile makes of a module
-        or _is_compiled_function(vars(module).get("forward"))
-        or _is_compiled_function(getattr(type(module), "forward", None))
+        or is_compiled_function(vars(module).get("forward"))
+        or is_compiled_function(getattr(type(module), "forward", None))
     )
 
 
-def _is_compiled_function(function: Any) -> bool:
+def is_compiled_function(function: Any) -> bool:
+    """Whether torch.compile made a function."""
     function = getattr(function, "__func__", function)
     return hasattr(function, "_torchdynamo_orig_callable") and hasattr(function, "get_compiler_config")

@@ -407,6 +407,11 @@ class _Measurement:
             return measure_bytes(call, recipe, self.meter, gradients=gradients, wanted=wanted)
         except (torch.OutOfMemoryError, CheckpointError):
             pass
+        except Exception:
+            # Whatever a replay raises that the forward did not: the unit changed something that it reads, such as a
+            # cache among its arguments.
+            if recipe == KEEP:
+                raise
         for parameter in self.step.model.parameters():
             parameter.grad = None
         self.meter.make_room()

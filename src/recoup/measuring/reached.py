@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recoup.measuring.compiled import is_compiled_function
 from recoup.measuring.notes import is_same
 
 __all__ = ["Reached", "hooks_of"]
@@ -67,6 +68,7 @@ class Reached:
         optimizers: with the wrappers around them.
         leaves: further tensors that get gradients.
         iterators: with their names.
+        compiled: the names of functions that torch.compile made.
 
     >>> losses = []
     >>> reached = Reached([("step", lambda: losses.append(1.0))])
@@ -82,6 +84,7 @@ class Reached:
         self.optimizers: list[Optimizer] = []
         self.leaves: list[Tensor] = []
         self.iterators: list[tuple[str, Any]] = []
+        self.compiled: list[str] = []
         # Names of attributes that the user's code reads, and what waits for them to be read.
         self._names: set[str] = set()
         self._unread: dict[str, list[tuple[str, Any]]] = {}
@@ -107,6 +110,8 @@ class Reached:
         if isinstance(value, _LEAVES) or id(value) in self._seen or _is_machinery(value):
             return
         self._seen[id(value)] = value
+        if is_compiled_function(value):
+            self.compiled.append(name)
         match value:
             case FunctionType():
                 self._visit_function(value, is_own)

@@ -65,7 +65,7 @@ class TrainingStep:
         self.writes = Writes()
         #: How many backwards of other models come before the model's own, after forwards that came to nothing.
         self.num_skipped = 0
-        check_not_compiled(model, self.reached.modules, step)
+        check_not_compiled(model, self.reached.modules, self.reached.compiled)
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
         #: Whether the next step finds gradients of the one before.
