@@ -19,7 +19,7 @@ import random
 import re
 import sys
 import sysconfig
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -332,8 +332,10 @@ def _hold_dict(place: dict[Any, Any]) -> Callable[[], None]:
 
     def restore() -> None:
         if not is_same(place, then):
-            dict.clear(place)
-            dict.update(place, then)
+            built_in = OrderedDict if isinstance(place, OrderedDict) else dict
+            built_in.clear(place)
+            for key, value in then.items():
+                built_in.__setitem__(place, key, value)
 
     return restore
 
