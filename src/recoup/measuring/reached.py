@@ -71,7 +71,7 @@ class Reached:
         compiled: the names of functions that torch.compile made.
 
     >>> losses = []
-    >>> reached = Reached([("step", lambda: losses.append(1.0))])
+    >>> reached = Reached([("log", {"losses": losses})])
     >>> put_back = reached.hold()
     >>> losses.append(2.0)
     >>> put_back()
