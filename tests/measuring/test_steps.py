@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from recoup.errors import LossError, SampleError, UnitError
 from recoup.measuring import measure
 from recoup.measuring.calls import watch_calls
+from recoup.measuring.samples import describe_sample
 from recoup.measuring.steps import TrainingStep
 
 
@@ -44,7 +45,7 @@ class Output:
 
 class TestSamples:
     @pytest.mark.parametrize(
-        "sample", [X, (X,), [X], {"x": X}, (X, 2.0), {"x": X, "scale": torch.ones(3)}], ids=str
+        "sample", [X, (X,), [X], {"x": X}, (X, 2.0), {"x": X, "scale": torch.ones(3)}], ids=describe_sample
     )
     def test_forms(self, sample: Any) -> None:
         profile = measure(Returns(total), sample)
