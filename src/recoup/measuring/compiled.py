@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -50,6 +51,6 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_function(function: Any) -> bool:
-    """Whether torch.compile made a function."""
-    function = getattr(function, "__func__", function)
-    return hasattr(function, "_torchdynamo_orig_callable") and hasattr(function, "get_compiler_config")
+    """Whether torch.compile made a function. Other objects are not asked: they may answer anything."""
+    function = function.__func__ if isinstance(function, MethodType) else function
+    return isinstance(function, FunctionType) and "_torchdynamo_orig_callable" in vars(function)

@@ -161,7 +161,7 @@ def is_same(place: Any, then: Any) -> bool:
     if isinstance(place, set):
         return bool(place == then)
     if isinstance(place, dict):
-        return list(place) == list(then) and all(map(_is_equal, place.values(), then.values()))
+        return all(map(_is_equal, place, then)) and all(map(_is_equal, place.values(), then.values()))
     return all(map(_is_equal, place, then))
 
 

@@ -33,9 +33,11 @@ def read_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
 
 
 def _unwrapped(value: Any) -> Optimizer:
-    found = value
-    while (inside := getattr(found, "optimizer", None)) is not None and hasattr(inside, "param_groups"):
-        found = inside
+    found, seen = value, []
+    # One with a state of its own is no mere wrapper.
+    while not (isinstance(found, Optimizer) and "state" in vars(found)) and found not in seen:
+        seen.append(found)
+        found = getattr(found, "optimizer", found)
     if not isinstance(found, Optimizer):
         raise SampleError(
             f"optimizer= takes a torch.optim.Optimizer, a wrapper of one, or a list of them; got a"

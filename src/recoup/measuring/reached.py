@@ -1,13 +1,17 @@
 """What code can get at besides its arguments: other models, optimizers, counters, lists, iterators.
 
 NOTE [ What a step can reach ]
-    1. A function leads to what it closes over, its defaults, and the globals that its code names; a bound method to its
-       object; an object to its attributes and, where the user wrote its class, to the methods that such code calls.
-       Globals are followed from the user's own functions only: those of libraries lead everywhere.
+    1. A function leads to what it closes over, its defaults, its attributes, and the globals that its code names; a
+       bound method to its object; an object to its attributes; a class, or a Python module, that the user wrote to
+       what the user's code reads of it by name: methods, and state that all its objects share. Globals are followed
+       from the user's own functions only: those of libraries lead everywhere.
     2. Python state (variables, attributes, containers, random generators) is put back from shallow copies. Values of
        tensors are found by their writes instead (NOTE [ Copy on write ] in ``writes.py``): most of what is reached,
        data sets and frozen models, never changes.
-    3. An iterator cannot be put back. One in the user's own hands would be advanced by every run.
+    3. An iterator cannot be put back. One that the user's code reads would be advanced by every run.
+    4. Attributes that no code reads by name are visited last: their state is held, too, but what they are does not
+       matter.
+    5. Containers with very many items are held, and not looked into.
 """
 
 from __future__ import annotations
@@ -21,7 +25,17 @@ import sys
 import sysconfig
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from contextlib import ExitStack, suppress
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -29,21 +43,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.measuring.compiled import is_compiled_function
-from recoup.measuring.notes import is_same
 
 __all__ = ["Reached", "hooks_of"]
 
 _MOST_OBJECTS = 200_000
-_LEAVES = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+_MOST_ITEMS = 10_000
+_LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OURS = __name__.partition(".")[0]
 # Objects of these packages are machinery: they hold no state of a training loop, and lead far away.
 _MACHINERY = re.compile(
-    rf"{_OURS}|_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re|selectors|socket|subprocess"
-    r"|threading|typing|weakref"
+    rf"{_OURS}|_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re|selectors|socket"
+    r"|subprocess|threading|typing|unittest|weakref"
 )
 _LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+_FRAMEWORKS = re.compile(
+    r"builtins|functools|torch\w*|transformers|accelerate|\w*lightning\w*|peft|trl|timm|deepspeed"
+)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BEFORE = ("__init__", "__new__", "__post_init__")
+
+Restore = Callable[[], None]
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
@@ -61,10 +81,11 @@ class Reached:
 
     Args:
         roots: functions and objects, with the names that errors give them.
-        known: a model that is taken care of otherwise: only what its attributes lead to counts.
+        known: a model that is taken care of otherwise: only what its attributes and its code lead to counts.
 
     Attributes:
         modules: other models, and other modules outside any of them.
+        used_modules: those of them that code reads.
         optimizers: with the wrappers around them.
         leaves: further tensors that get gradients.
         iterators: with their names.
@@ -85,32 +106,46 @@ class Reached:
         self.leaves: list[Tensor] = []
         self.iterators: list[tuple[str, Any]] = []
         self.compiled: list[str] = []
-        # Names of attributes that the user's code reads, and what waits for them to be read.
-        self._names: set[str] = set()
+        # Names that the user's code reads, and what waits for them to be read.
+        self._names = {"forward"}
         self._unread: dict[str, list[tuple[str, Any]]] = {}
-        self._holders: list[Callable[[], Callable[[], None]]] = []
+        self._holders: list[Callable[[], Restore]] = []
         self._seen: dict[int, Any] = {}
         self._waiting = deque((name, root, True) for name, root in roots)
+        self._own_packages = {_package_of(root) for _, root, _ in self._waiting} - {""}
+        self._is_rest = False
         if known is not None:
             self._visit_modules("model", known)
-        while self._waiting and len(self._seen) < _MOST_OBJECTS:
-            self._visit(*self._waiting.popleft())
+        self._visit_waiting()
+        self.used_modules = tuple(self.modules)
+        self._is_rest = True
+        self._waiting.extend((*item, False) for items in self._unread.values() for item in items)
+        self._visit_waiting()
 
-    def hold(self) -> Callable[[], None]:
+    def hold(self) -> Restore:
         """Notes the Python state of all that was reached; returns what puts it back."""
         restores = [holder() for holder in self._holders]
 
         def put_back() -> None:
-            for restore in reversed(restores):
-                restore()
+            # One that fails does not keep the others from it.
+            with ExitStack() as exits:
+                for restore in restores:
+                    exits.callback(restore)
 
         return put_back
 
+    def _visit_waiting(self) -> None:
+        while self._waiting and len(self._seen) < _MOST_OBJECTS:
+            name, value, is_own = self._waiting.popleft()
+            # Proxies and the like may raise whatever they want when they are looked at.
+            with suppress(Exception):
+                self._visit(name, value, is_own)
+
     def _visit(self, name: str, value: Any, is_own: bool) -> None:
-        if isinstance(value, _LEAVES) or id(value) in self._seen or _is_machinery(value):
+        if id(value) in self._seen or _is_machinery(value):
             return
         self._seen[id(value)] = value
-        if is_compiled_function(value):
+        if is_compiled_function(value) and not self._is_rest:
             self.compiled.append(name)
         match value:
             case FunctionType():
@@ -120,10 +155,16 @@ class Reached:
             case BuiltinFunctionType() if not isinstance(value.__self__, ModuleType):
                 self._queue([(name, value.__self__)], is_own)
             case functools.partial():
-                self._queue([(name, value.func), *enumerate_named(name, value.args)], is_own)
+                self._queue([(name, value.func)], is_own)
+                self._visit_items(name, value.args, is_own)
                 self._queue(value.keywords.items(), is_own)
+            case type():
+                self._visit_class(name, value)
             case nn.Module():
                 self.modules.append(value)
+                self._holders += [
+                    functools.partial(_hold_data, parameter) for parameter in value.parameters()
+                ]
                 self._visit_modules(name, value)
             case Optimizer():
                 self.optimizers.append(value)
@@ -132,52 +173,61 @@ class Reached:
             case Tensor():
                 if value.requires_grad and value.is_leaf:
                     self.leaves.append(value)
+                    self._holders.append(functools.partial(_hold_data, value))
             case torch.Generator():
                 self._holders.append(functools.partial(_hold_generator, value))
             case random.Random():
                 self._holders.append(functools.partial(_hold_random, value))
-            case list() | deque():
-                self._holders.append(functools.partial(_hold_list, value))
-                self._queue(enumerate_named(name, value), is_own)
+            case list() | deque() | set():
+                self._holders.append(functools.partial(_hold_items, value))
+                self._visit_items(name, value, is_own)
             case dict():
                 self._holders.append(functools.partial(_hold_dict, value))
-                self._queue(((f"{name}[{key!r}]", item) for key, item in value.items()), is_own)
-            case set():
-                self._holders.append(functools.partial(_hold_set, value))
-                self._queue(enumerate_named(name, value), is_own)
+                if len(value) <= _MOST_ITEMS:
+                    pairs = ((f"{name}[{k!r}]", v) for k, v in value.items() if not isinstance(v, _LEAVES))
+                    self._queue(pairs, is_own)
             case tuple() | frozenset():
-                self._queue(enumerate_named(name, value), is_own)
+                self._visit_items(name, value, is_own)
             case Iterator() if not isinstance(value, io.IOBase):
                 if is_own:
                     self.iterators.append((name, value))
             case ModuleType():
                 if not _is_library(getattr(value, "__file__", None)):
                     self._holders.append(functools.partial(_hold_dict, vars(value)))
+                    self._visit_attributes(name, vars(value), is_own)
             case _:
                 self._visit_object(name, value, is_own)
 
     def _queue(self, items: Iterable[tuple[Any, Any]], is_own: bool) -> None:
-        self._waiting.extend(
-            (str(name), value, is_own) for name, value in items if not isinstance(value, _LEAVES)
-        )
+        self._waiting.extend((str(name), value, is_own) for name, value in items)
+
+    def _visit_items(self, name: str, items: Any, is_own: bool) -> None:
+        if len(items) <= _MOST_ITEMS:
+            numbered = ((i, item) for i, item in enumerate(items) if not isinstance(item, _LEAVES))
+            self._queue(((f"{name}[{i}]", item) for i, item in numbered), is_own)
 
     def _visit_function(self, fn: FunctionType, is_own: bool) -> None:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            self._holders.append(functools.partial(_hold_cell, cell))
             if (content := _content(cell)) is not _EMPTY:
-                self._holders.append(functools.partial(_hold_cell, cell))
                 self._queue([(name, content)], is_own)
-        self._queue(enumerate_named("default", fn.__defaults__ or ()), is_own)
+        self._visit_items("default", fn.__defaults__ or (), is_own)
         self._queue((fn.__kwdefaults__ or {}).items(), is_own)
-        if _is_library(fn.__code__.co_filename):
+        self._queue([(fn.__name__, fn.__dict__)], is_own)
+        if self._is_library_code(fn):
             return
         for name in _attribute_names(fn.__code__) - self._names:
             self._names.add(name)
             self._queue(self._unread.pop(name, ()), True)
         known = fn.__globals__
         for name in sorted(_global_names(fn.__code__)):
-            if name in known and not isinstance(known[name], type):
-                self._holders.append(functools.partial(_hold_key, known, name))
+            self._holders.append(functools.partial(_hold_key, known, name))
+            if name in known:
                 self._queue([(name, known[name])], is_own)
+
+    def _is_library_code(self, fn: FunctionType) -> bool:
+        # A training script may be installed as a package of its own.
+        return _is_library(fn.__code__.co_filename) and _root_of(fn.__module__) not in self._own_packages
 
     def _visit_modules(self, name: str, root: nn.Module) -> None:
         """A model's modules one by one, whatever order they were reached in."""
@@ -186,6 +236,7 @@ class Reached:
             if not isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
                 attributes = ((key, value) for key, value in vars(module).items() if key not in _STRUCTURE)
                 self._queue(((f"{name}.{path}.{key}", value) for key, value in attributes), False)
+            self._queue(((name, cls) for cls in type(module).__mro__), True)
 
     def _visit_object(self, name: str, value: Any, is_own: bool) -> None:
         if (state := _numpy_state(value)) is not None:
@@ -196,37 +247,39 @@ class Reached:
         if isinstance(attributes, dict):
             self._holders.append(functools.partial(_hold_dict, attributes))
             self._visit_attributes(name, attributes, is_own)
-        if slots := _slots_of(value):
+        if slots := _slots_of(type(value)):
             self._holders.append(functools.partial(_hold_slots, value, slots))
-            self._visit_attributes(name, {key: getattr(value, key) for key in slots}, is_own)
-        if is_own:
-            for key, item in ((k, v) for cls in type(value).__mro__ for k, v in vars(cls).items()):
-                if isinstance(item, FunctionType) and not _is_library(item.__code__.co_filename):
-                    self._when_read(key, (name, item))
+            held = {slot.__name__: slot.__get__(value) for slot in slots if _has(value, slot)}
+            self._visit_attributes(name, held, is_own)
+        self._queue(((name, cls) for cls in type(value).__mro__), is_own)
+
+    def _visit_class(self, name: str, cls: type) -> None:
+        """What all objects of a class of the user's share: its methods, and its state."""
+        if _is_library(_file_of(cls)) and _root_of(cls.__module__) not in self._own_packages:
+            return
+        self._holders.append(functools.partial(_hold_class, cls))
+        for key, item in list(vars(cls).items()):
+            item = getattr(item, "__func__", getattr(item, "fget", getattr(item, "func", item)))
+            self._when_read(key, (f"{name}.{key}", item))
 
     def _visit_attributes(self, name: str, attributes: dict[str, Any], is_own: bool) -> None:
-        for key, item in attributes.items():
-            if is_own and isinstance(item, Iterator):
+        for key, item in list(attributes.items()):
+            if isinstance(item, _LEAVES):
+                continue
+            if is_own:
                 self._when_read(key, (f"{name}.{key}", item))
             else:
-                self._queue([(f"{name}.{key}", item)], is_own)
+                self._queue([(f"{name}.{key}", item)], False)
 
     def _when_read(self, key: str, item: tuple[str, Any]) -> None:
-        """Queues what the user's code reaches only by that name: a method, or an iterator that it may advance."""
-        if key in self._names or (
-            key.startswith("__") and key not in ("__init__", "__new__", "__post_init__")
-        ):
+        """Queues what the user's code reaches only by that name, once it reads it."""
+        if key in self._names or (key.startswith("__") and key not in _BEFORE):
             self._queue([item], True)
         else:
             self._unread.setdefault(key, []).append(item)
 
 
 _EMPTY = object()
-
-
-def enumerate_named(name: str, items: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Items with the names that errors give them."""
-    return [(f"{name}[{index}]", item) for index, item in enumerate(items)]
 
 
 def _content(cell: CellType) -> Any:
@@ -255,11 +308,21 @@ def _attribute_names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+def _root_of(module: str | None) -> str:
+    return str(module or "").partition(".")[0]
+
+
+def _package_of(root: Any) -> str:
+    """The package of a function of the user's; empty for one of a framework's."""
+    while isinstance(root, functools.partial):
+        root = root.func
+    package = _root_of(getattr(root, "__module__", None)) if callable(root) else ""
+    return "" if _FRAMEWORKS.fullmatch(package) else package
+
+
 def _is_library(file: str | None) -> bool:
-    """Whether code is not the user's own: installed, built in, or ours."""
-    if file is None or file.startswith("<frozen"):
-        return True
-    return file.startswith(_LIBRARIES)
+    """Whether code is not the user's own: installed, or built in."""
+    return file is None or file.startswith(("<frozen", *_LIBRARIES))
 
 
 def _file_of(cls: type) -> str | None:
@@ -270,35 +333,70 @@ def _file_of(cls: type) -> str | None:
 
 
 def _is_machinery(value: Any) -> bool:
-    package = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
-    is_machinery = _MACHINERY.fullmatch(str(package).partition(".")[0]) is not None
+    package = value.__module__ if isinstance(value, (FunctionType, type)) else type(value).__module__
+    is_machinery = _MACHINERY.fullmatch(_root_of(package)) is not None
     return is_machinery and not isinstance(value, (nn.Module, Tensor))
 
 
-def _slots_of(value: Any) -> list[str]:
-    names = [name for cls in type(value).__mro__ for name in _as_names(vars(cls).get("__slots__", ()))]
-    return [name for name in names if not name.startswith("__") and hasattr(value, name)]
+def _slots_of(cls: type) -> list[Any]:
+    """The descriptors of an object's slots, which know their names as they are."""
+    bases = [base for base in cls.__mro__ if "__slots__" in vars(base)]
+    return [item for base in bases for item in vars(base).values() if isinstance(item, MemberDescriptorType)]
 
 
-def _as_names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
+def _has(value: Any, slot: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
 
 
-def _numpy_state(value: Any) -> Callable[[], Callable[[], None]] | None:
-    """How to hold a NumPy generator, without importing NumPy."""
-    numpy = sys.modules.get("numpy.random")
-    if numpy is None or not isinstance(value, (numpy.Generator, numpy.RandomState)):
+def _numpy_state(value: Any) -> Callable[[], Restore] | None:
+    """How to hold a NumPy array or generator, without importing NumPy."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
         return None
-    bits = value.bit_generator if isinstance(value, numpy.Generator) else value._bit_generator
+    if isinstance(value, numpy.ndarray):
+        return functools.partial(_hold_array, value)
+    if not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return None
+    bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator
 
-    def hold() -> Callable[[], None]:
+    def hold() -> Restore:
         state = bits.state
         return lambda: setattr(bits, "state", state)
 
     return hold
 
 
-def _hold_generator(generator: torch.Generator) -> Callable[[], None]:
+_MOST_ARRAY_BYTES = 1 << 20
+"""Larger arrays are data, which steps read."""
+
+
+def _hold_array(array: Any) -> Restore:
+    if array.nbytes > _MOST_ARRAY_BYTES or not array.flags.writeable:
+        return lambda: None
+    then = array.copy()
+
+    def restore() -> None:
+        array[...] = then
+
+    return restore
+
+
+def _hold_data(tensor: Tensor) -> Restore:
+    """A tensor's own storage: averages are often made anew, by ``tensor.data = …``."""
+    then = tensor.data
+
+    def restore() -> None:
+        if tensor.data.untyped_storage()._cdata != then.untyped_storage()._cdata:
+            tensor.data = then
+
+    return restore
+
+
+def _hold_generator(generator: torch.Generator) -> Restore:
     state = generator.get_state()
 
     def restore() -> None:
@@ -307,31 +405,38 @@ def _hold_generator(generator: torch.Generator) -> Callable[[], None]:
     return restore
 
 
-def _hold_random(generator: random.Random) -> Callable[[], None]:
+def _hold_random(generator: random.Random) -> Restore:
     state = generator.getstate()
     return lambda: generator.setstate(state)
 
 
 # Containers are filled again in place, and only where they changed: others refer to them.
-# The built-in class's own methods: a subclass may refuse to be changed.
+# By identity, since items may refuse to be compared; by the built-in class's own methods, since a subclass may refuse
+# to be changed.
 
 
-def _hold_list(place: list[Any] | deque[Any]) -> Callable[[], None]:
+def _is_unchanged(place: Any, then: Any) -> bool:
+    return len(place) == len(then) and all(map(is_, place, then))
+
+
+def _hold_items(place: list[Any] | deque[Any] | set[Any]) -> Restore:
     then = list(place)
+    built_in: Any = next(kind for kind in (list, deque, set) if isinstance(place, kind))
 
     def restore() -> None:
-        if not is_same(place, then):
-            place.clear()
-            place.extend(then)
+        if not _is_unchanged(place, then):
+            built_in.clear(place)
+            fill: Any = built_in.update if built_in is set else built_in.extend
+            fill(place, then)
 
     return restore
 
 
-def _hold_dict(place: dict[Any, Any]) -> Callable[[], None]:
+def _hold_dict(place: dict[Any, Any]) -> Restore:
     then = dict(place)
 
     def restore() -> None:
-        if not is_same(place, then):
+        if not (_is_unchanged(place, then) and _is_unchanged(place.values(), then.values())):
             built_in = OrderedDict if isinstance(place, OrderedDict) else dict
             built_in.clear(place)
             for key, value in then.items():
@@ -340,43 +445,54 @@ def _hold_dict(place: dict[Any, Any]) -> Callable[[], None]:
     return restore
 
 
-def _hold_set(place: set[Any]) -> Callable[[], None]:
-    then = set(place)
+def _hold_class(cls: type) -> Restore:
+    then = {key: value for key, value in vars(cls).items() if not key.startswith("__")}
 
     def restore() -> None:
-        if place != then:
-            place.clear()
-            place.update(then)
+        for key in [key for key in vars(cls) if not key.startswith("__") and key not in then]:
+            type.__delattr__(cls, key)
+        for key, value in then.items():
+            if vars(cls).get(key, _EMPTY) is not value:
+                type.__setattr__(cls, key, value)
 
     return restore
 
 
-def _hold_cell(cell: CellType) -> Callable[[], None]:
+def _hold_cell(cell: CellType) -> Restore:
     then = _content(cell)
 
     def restore() -> None:
-        if _content(cell) is not then:
+        if _content(cell) is then:
+            return
+        if then is _EMPTY:
+            del cell.cell_contents
+        else:
             cell.cell_contents = then
 
     return restore
 
 
-def _hold_key(place: dict[str, Any], key: str) -> Callable[[], None]:
-    then = place[key]
+def _hold_key(place: dict[str, Any], key: str) -> Restore:
+    then = place.get(key, _EMPTY)
 
     def restore() -> None:
-        if place.get(key) is not then:
+        if then is _EMPTY:
+            place.pop(key, None)
+        elif place.get(key, _EMPTY) is not then:
             place[key] = then
 
     return restore
 
 
-def _hold_slots(owner: Any, names: list[str]) -> Callable[[], None]:
-    then = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+def _hold_slots(owner: Any, slots: list[Any]) -> Restore:
+    then = {slot: slot.__get__(owner) for slot in slots if _has(owner, slot)}
 
     def restore() -> None:
-        for name, value in then.items():
-            if getattr(owner, name, _EMPTY) is not value:
-                object.__setattr__(owner, name, value)
+        for slot in slots:
+            if slot not in then:
+                if _has(owner, slot):
+                    slot.__delete__(owner)
+            elif not _has(owner, slot) or slot.__get__(owner) is not then[slot]:
+                slot.__set__(owner, then[slot])
 
     return restore

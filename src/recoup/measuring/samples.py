@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,15 @@ class Sample:
     targets: tuple[Any, ...] = ()
 
 
-def read_sample(sample: Any, loss: Callable[..., Any] | None) -> Sample:
+def read_sample(
+    sample: Any, loss: Callable[..., Any] | None, forward: Callable[..., Any] | None = None
+) -> Sample:
     """Reads a sample: ``(inputs, targets)``, as a loader yields them, where the loss takes two arguments.
+
+    Args:
+        sample: one batch.
+        loss: if its second argument has a default, it gets the targets where the model does not take all of the sample.
+        forward: the model's.
 
     Raises:
         SampleError: the loss wants targets, and the sample has none.
@@ -42,7 +49,9 @@ def read_sample(sample: Any, loss: Callable[..., Any] | None) -> Sample:
     >>> read_sample(({"x": 1}, 2), loss=lambda output, targets: output)
     Sample(args=(), kwargs={'x': 1}, targets=(2,))
     """
-    num_wanted = _num_required(loss)
+    num_wanted, num_allowed = _num_arguments(loss)
+    if num_wanted < 2 <= num_allowed and isinstance(sample, (tuple, list)) and not _takes(forward, sample):
+        num_wanted = 2
     if num_wanted < 2:
         return Sample(*_arguments(sample))
     if num_wanted > 2 or not isinstance(sample, (tuple, list)) or len(sample) < 2:
@@ -55,14 +64,26 @@ def read_sample(sample: Any, loss: Callable[..., Any] | None) -> Sample:
     return Sample(*_arguments(inputs[0] if len(inputs) == 1 else inputs), (targets,))
 
 
-def _num_required(loss: Callable[..., Any] | None) -> int:
-    """How many positional arguments a loss cannot do without; 1 where it does not tell."""
+def _num_arguments(loss: Callable[..., Any] | None) -> tuple[int, int]:
+    """How many positional arguments a loss cannot do without, and how many it takes; one where it does not tell."""
     try:
         parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return 1
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters.values())
+        return 1, 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters.values() if p.kind in kinds]
+    return sum(p.default is inspect.Parameter.empty for p in positional), len(positional)
+
+
+def _takes(forward: Callable[..., Any] | None, args: Sequence[Any]) -> bool:
+    """Whether a forward takes so many arguments, as far as it tells."""
+    try:
+        inspect.signature(forward).bind(*args)  # type: ignore[arg-type]
+    except ValueError:
+        return True
+    except TypeError:
+        return forward is None
+    return True
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -50,7 +50,7 @@ class TrainingStep:
     ) -> None:
         _check(model, sample, loss, step)
         self.model, self.sample, self.loss, self.step = model, sample, loss, step
-        given = Sample((), {}) if sample is None else read_sample(sample, loss)
+        given = Sample((), {}) if sample is None else read_sample(sample, loss, model.forward)
         self.args, self.kwargs, self.targets = given.args, given.kwargs, given.targets
         roots = [
             ("step", step),
@@ -65,7 +65,7 @@ class TrainingStep:
         self.writes = Writes()
         #: How many backwards of other models come before the model's own, after forwards that came to nothing.
         self.num_skipped = 0
-        check_not_compiled(model, self.reached.modules, self.reached.compiled)
+        check_not_compiled(model, self.reached.used_modules, self.reached.compiled)
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
         #: Whether the next step finds gradients of the one before.
@@ -97,7 +97,9 @@ class TrainingStep:
 
     def finding_writes(self) -> AbstractContextManager[None]:
         """A block that runs the step for the first time: what it writes to is put back, then and later."""
-        return self.writes.found([*self.model.parameters(), *self.model.buffers()])
+        # Parameters are put back by others only where the step is known to change them; a forward may, too.
+        parameters = self.model.parameters() if self.changes_parameters else ()
+        return self.writes.found([*parameters, *self.model.buffers()])
 
     def forward(self) -> tuple[Any, Tensor]:
         """Runs the model and the loss; returns the output, which users may hold during the backward, and the loss."""
@@ -195,9 +197,17 @@ class TrainingStep:
                 parameter.grad = None
 
     def _give_gradients(self, parameters: Iterable[Tensor]) -> None:
+        sparse = {
+            id(module.weight)
+            for module in self.model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                if id(parameter) in sparse:
+                    parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo)
+                else:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def _trained(self) -> list[Tensor]:
         owned = [p for one in (self.model, *self.reached.modules) for p in one.parameters()]
@@ -256,6 +266,8 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
         raise SampleError("loss= goes with a sample; a step= callable computes its own loss.")
     if step is not None and not callable(step):
         raise SampleError(f"step= must be callable; got a {type(step).__name__}.")
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise SampleError(f"loss= is the class {loss.__name__}: give an object of it, {loss.__name__}().")
     if loss is not None and not callable(loss):
         raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
     check_initialised(model)
@@ -269,8 +281,8 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
 def _unrepeatable(name: str, iterator: Any) -> SampleError:
     return SampleError(
         f"The step uses {name!r}, a {type(iterator).__name__}: fitting runs the step many times, each run would take"
-        " the next of its items, and they could not be put back. Take a batch before, batch = next(…), and let the step"
-        " use that."
+        " the next of its items, and they could not be put back. Take what is needed before, as in batch = next(…), and"
+        " let the step use that."
     )
 
 
