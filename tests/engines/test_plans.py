@@ -226,3 +226,25 @@ def test_what_segments_hold_does_not_take_many_plans(monkeypatch: pytest.MonkeyP
         calls.clear()
         assert plan(profile, int(low + share * (high - low))).predicted_bytes <= low + share * (high - low)
         assert len(calls) <= 5
+
+
+def test_a_refused_budget_says_what_it_consists_of_and_what_would_lower_it() -> None:
+    """Activations of a leaf, or parameters and the optimizer's state: other advice for each."""
+    small, large = nn.Sequential(nn.Linear(8, 8), nn.MaxPool1d(2)), nn.Sequential(nn.Linear(256, 256))
+    sample = torch.randn(4096, 8)
+    with pytest.raises(BudgetError, match=r"128 KiB sample and other tensors\).*smaller batch"):
+        recoup.fit(small, sample, budget="100KiB", loss=lambda y: y.square().mean())
+    with pytest.raises(
+        BudgetError, match=r"128 KiB sample.* activations and workspace there\. Raise"
+    ) as caught:
+        recoup.fit(small, sample, budget="140KiB", loss=lambda y: y.square().mean())
+    assert "split" not in str(caught.value)
+    assert "lighter optimizer" not in str(caught.value)
+    profile = recoup.measure(
+        large, torch.randn(8, 256), loss=torch.sum, optimizer=torch.optim.AdamW(large.parameters())
+    )
+    # Above what the optimizer's own step needs, below what the loss needs beside it.
+    floor = profile.residents.optimizer_peak_bytes
+    with pytest.raises(BudgetError, match="optimizer") as caught:
+        recoup.plan(profile, floor - 1)
+    assert "lighter optimizer" in str(caught.value)

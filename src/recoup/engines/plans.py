@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -12,7 +12,7 @@ from recoup.engines.tree import Item, Leaf, Segment, leaves_of, tree_of
 from recoup.errors import BudgetError
 from recoup.measuring.budgets import read_share
 from recoup.measuring.options import KEEP, Recipe
-from recoup.measuring.profile import Profile
+from recoup.measuring.profile import Profile, ProfiledUnit
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
 from recoup.sizes import format_bytes
@@ -168,10 +168,10 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
     if floor > budget_bytes:
         smallest = minimum_budget(profile)
         raise BudgetError(
-            f"The optimizer's own step needs {format_bytes(floor)} ({floor} bytes: parameters, gradients, optimizer"
-            f" state and its temporaries), and the budget is {format_bytes(budget_bytes)}. No plan for activations"
-            f" changes that; the smallest feasible budget is {format_bytes(smallest)} ({smallest} bytes). Use a"
-            " lighter optimizer, fewer bits for parameters, or shard them.",
+            f"The optimizer's own step needs {format_bytes(floor)} ({floor} bytes: {_residents(profile)}), and the"
+            f" budget is {format_bytes(budget_bytes)}. No plan for activations changes that; the smallest feasible"
+            f" budget is {format_bytes(smallest)} ({smallest} bytes). Use a lighter optimizer, fewer bits for"
+            " parameters, or shard them; or a smaller batch, where the sample is what takes the room.",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
         )
@@ -274,19 +274,34 @@ def _too_small(tightest: ModelPlan, budget_bytes: int) -> BudgetError:
     smallest = _smallest_budget(tightest)
     peak = tightest.schedule.predicted.peak
     unit = profile.units[peak.unit]
+    parts = _floor(tightest)
     given = "" if profile.holds_output else " with the model's output let go before the backward"
     return BudgetError(
         f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
         f" budget is {format_bytes(smallest)} ({smallest} bytes){given}, set by the {peak.phase} of {unit.name!r}:"
-        f" {_floor(tightest)}. {' '.join(_advice(tightest))}",
+        f" {', '.join(f'{format_bytes(size)} {name}' for name, size in parts.items() if size)}."
+        f" {' '.join(_advice(profile, unit, parts))}",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
         unit=unit.name,
     )
 
 
-def _floor(tightest: ModelPlan) -> str:
-    """What a plan's peak consists of."""
+def _residents(profile: Profile) -> str:
+    """What lives in an optimizer's step."""
+    residents = profile.residents
+    parts = {
+        "parameters and buffers": residents.parameter_bytes,
+        "gradients": residents.gradient_bytes,
+        "optimizer state": residents.optimizer_bytes,
+        "sample and other tensors": residents.other_bytes,
+        "temporaries of the step": residents.optimizer_transient_bytes,
+    }
+    return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
+
+
+def _floor(tightest: ModelPlan) -> dict[str, int]:
+    """What a plan's peak consists of: bytes by name, those of parameters, gradients and optimizer state first."""
     profile, predicted = tightest.profile, tightest.schedule.predicted
     residents = profile.residents
     run = tightest.schedule.schedule.actions[: predicted.peak.action]
@@ -305,20 +320,19 @@ def _floor(tightest: ModelPlan) -> str:
         f"the model's output ({profile.output_names})": output_bytes,
     }
     parts["activations and workspace there"] = max(0, _peak_bytes(tightest) - sum(parts.values()))
-    return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
+    return parts
 
 
-def _advice(tightest: ModelPlan) -> list[str]:
+def _advice(profile: Profile, unit: ProfiledUnit, parts: Mapping[str, int]) -> list[str]:
     """What would lower the smallest budget, as far as it is known."""
-    profile = tightest.profile
-    unit = profile.units[tightest.schedule.predicted.peak.unit]
+    fixed_bytes = sum(list(parts.values())[:3])
     advice = ["Raise the budget, or use a smaller batch."]
     if profile.holds_output and profile.output_bytes:
         advice.append(
             f"Letting the model's output go before the backward, as loss = model(**batch).loss does, frees up to"
             f" {format_bytes(profile.output_bytes)}: then pass holds_output=False."
         )
-    if profile.residents.total_bytes + profile.residents.gradient_bytes > _peak_bytes(tightest) // 2:
+    if fixed_bytes > sum(parts.values()) // 2:
         advice.append(
             "Most of it is parameters, gradients and optimizer state, which no plan makes smaller: use a lighter"
             " optimizer, train fewer parameters, or shard them."
