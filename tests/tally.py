@@ -18,3 +18,6 @@ class Tally:
     def take(self) -> list[Any]:
         """All items since the last time."""
         return [self._queue.get() for _ in range(self._queue.qsize())]
+
+    def __len__(self) -> int:
+        return self._queue.qsize()

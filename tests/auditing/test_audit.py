@@ -180,17 +180,17 @@ def test_the_step_goes_on_with_an_input_that_was_changed_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.add_(1)
 
-    seen = []
+    seen = Tally()
 
     class Last(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(x.detach().clone())
+            seen.add(x.detach().clone())
             return x
 
     model = nn.Sequential(nn.Linear(4, 4), AddOne(), Last())
     sample = torch.randn(2, 4)
     audit(model, sample, loss=torch.sum, units="1")
-    assert torch.equal(seen[-1], model[0](sample).detach() + 1)
+    assert torch.equal(seen.take()[-1], model[0](sample).detach() + 1)
 
 
 def test_a_backward_inside_the_forward() -> None:

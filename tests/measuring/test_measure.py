@@ -10,6 +10,7 @@ import pytest
 import torch
 import zoo
 from real_steps import real_peak_bytes
+from tally import Tally
 from torch import Tensor, nn
 
 from recoup.measuring import MemoryTracker, Profile, measure
@@ -74,7 +75,7 @@ class TestWhereThePlainStepDoesNotFit:
             measure(model, x, loss=mean)
 
 
-CALLS: Counter[int] = Counter()
+CALLS = Tally()
 NUM_PASSES = 5
 """Watch the calls, look, time what is inside, measure bytes, measure seconds: each runs every unit once."""
 
@@ -86,22 +87,23 @@ class Counted(nn.Module):
         self.up, self.down = nn.Linear(6, hidden), nn.Linear(hidden, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        CALLS[self.index] += 1
+        CALLS.add(self.index)
         return self.down(self.up(x).tanh())
 
 
 class TestKinds:
     @pytest.fixture(autouse=True)
     def _no_calls_yet(self) -> None:
-        CALLS.clear()
+        CALLS.take()
 
     def test_equal_blocks_are_measured_once(self) -> None:
         model = nn.Sequential(*(Counted(index) for index in range(5)), nn.Linear(6, 1))
         profile = measure(model, torch.randn(4, 6), loss=mean)
         # The first one's argument, the sample, needs no gradient: it is a kind of its own.
         assert [unit.kind for unit in profile.units] == [0, 1, 1, 1, 1, 2, -1]
-        assert [CALLS[index] for index in (2, 3, 4)] == [NUM_PASSES] * 3
-        assert CALLS[1] > NUM_PASSES
+        calls = Counter(CALLS.take())
+        assert [calls[index] for index in (2, 3, 4)] == [NUM_PASSES] * 3
+        assert calls[1] > NUM_PASSES
 
     def test_blocks_that_differ_are_measured_each(self) -> None:
         blocks = [Counted(0), Counted(1), Counted(2, hidden=9), Counted(3)]
@@ -109,8 +111,9 @@ class TestKinds:
         model = nn.Sequential(nn.Linear(6, 6), *blocks)
         profile = measure(model, torch.randn(4, 6), loss=mean, units=lambda name, module: name.isdigit())
         assert [unit.kind for unit in profile.units] == [0, 1, 1, 2, 3, -1]
-        assert CALLS[1] == NUM_PASSES
-        assert all(CALLS[index] > NUM_PASSES for index in (0, 2, 3))
+        calls = Counter(CALLS.take())
+        assert calls[1] == NUM_PASSES
+        assert all(calls[index] > NUM_PASSES for index in (0, 2, 3))
 
     def test_a_mode_makes_a_kind(self) -> None:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4)))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tally import Tally
 from torch import Tensor, nn
 
 import recoup
@@ -53,19 +54,19 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         if torch.is_grad_enabled() and x.requires_grad:
-            CALLS.append(1)
+            CALLS.add()
             if len(CALLS) == self.fails_at:
                 raise FailedError
         return x.square().mean()
 
 
-CALLS: list[int] = []
+CALLS = Tally()
 """Of the model's forward with gradients, in one test."""
 
 
 @pytest.fixture(autouse=True)
 def _no_calls_yet() -> None:
-    CALLS.clear()
+    CALLS.take()
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

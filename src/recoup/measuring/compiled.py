@@ -53,4 +53,6 @@ def _is_compiled(module: nn.Module) -> bool:
 def is_compiled_function(function: Any) -> bool:
     """Whether torch.compile made a function. Other objects are not asked: they may answer anything."""
     function = function.__func__ if isinstance(function, MethodType) else function
-    return isinstance(function, FunctionType) and "_torchdynamo_orig_callable" in vars(function)
+    # What the compiler is told to leave alone has the first name, too.
+    names = {"_torchdynamo_orig_callable", "get_compiler_config"}
+    return isinstance(function, FunctionType) and names <= vars(function).keys()

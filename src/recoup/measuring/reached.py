@@ -108,7 +108,7 @@ class Reached:
         self.compiled: list[str] = []
         # Names that the user's code reads, and what waits for them to be read.
         self._names = {"forward"}
-        self._unread: dict[str, list[tuple[str, Any]]] = {}
+        self._unread: dict[str, list[tuple[str, Any, bool]]] = {}
         self._holders: list[Callable[[], Restore]] = []
         self._seen: dict[int, Any] = {}
         self._waiting = deque((name, root, True) for name, root in roots)
@@ -119,7 +119,7 @@ class Reached:
         self._visit_waiting()
         self.used_modules = tuple(self.modules)
         self._is_rest = True
-        self._waiting.extend((*item, False) for items in self._unread.values() for item in items)
+        self._waiting.extend((*item[:2], False) for items in self._unread.values() for item in items)
         self._visit_waiting()
 
     def hold(self) -> Restore:
@@ -159,7 +159,7 @@ class Reached:
                 self._visit_items(name, value.args, is_own)
                 self._queue(value.keywords.items(), is_own)
             case type():
-                self._visit_class(name, value)
+                self._visit_class(name, value, is_own)
             case nn.Module():
                 self.modules.append(value)
                 self._holders += [
@@ -213,12 +213,12 @@ class Reached:
                 self._queue([(name, content)], is_own)
         self._visit_items("default", fn.__defaults__ or (), is_own)
         self._queue((fn.__kwdefaults__ or {}).items(), is_own)
-        self._queue([(fn.__name__, fn.__dict__)], is_own)
         if self._is_library_code(fn):
             return
+        self._queue([(fn.__name__, fn.__dict__)], is_own)
         for name in _attribute_names(fn.__code__) - self._names:
             self._names.add(name)
-            self._queue(self._unread.pop(name, ()), True)
+            self._waiting.extend(self._unread.pop(name, ()))
         known = fn.__globals__
         for name in sorted(_global_names(fn.__code__)):
             self._holders.append(functools.partial(_hold_key, known, name))
@@ -236,7 +236,8 @@ class Reached:
             if not isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
                 attributes = ((key, value) for key, value in vars(module).items() if key not in _STRUCTURE)
                 self._queue(((f"{name}.{path}.{key}", value) for key, value in attributes), False)
-            self._queue(((name, cls) for cls in type(module).__mro__), True)
+            # What a unit's own code does with an iterator is for the audit to say.
+            self._queue(((name, cls) for cls in type(module).__mro__), False)
 
     def _visit_object(self, name: str, value: Any, is_own: bool) -> None:
         if (state := _numpy_state(value)) is not None:
@@ -253,28 +254,28 @@ class Reached:
             self._visit_attributes(name, held, is_own)
         self._queue(((name, cls) for cls in type(value).__mro__), is_own)
 
-    def _visit_class(self, name: str, cls: type) -> None:
+    def _visit_class(self, name: str, cls: type, is_own: bool) -> None:
         """What all objects of a class of the user's share: its methods, and its state."""
         if _is_library(_file_of(cls)) and _root_of(cls.__module__) not in self._own_packages:
             return
         self._holders.append(functools.partial(_hold_class, cls))
         for key, item in list(vars(cls).items()):
             item = getattr(item, "__func__", getattr(item, "fget", getattr(item, "func", item)))
-            self._when_read(key, (f"{name}.{key}", item))
+            self._when_read(key, (f"{name}.{key}", item, is_own))
 
     def _visit_attributes(self, name: str, attributes: dict[str, Any], is_own: bool) -> None:
         for key, item in list(attributes.items()):
             if isinstance(item, _LEAVES):
                 continue
             if is_own:
-                self._when_read(key, (f"{name}.{key}", item))
+                self._when_read(key, (f"{name}.{key}", item, True))
             else:
                 self._queue([(f"{name}.{key}", item)], False)
 
-    def _when_read(self, key: str, item: tuple[str, Any]) -> None:
+    def _when_read(self, key: str, item: tuple[str, Any, bool]) -> None:
         """Queues what the user's code reaches only by that name, once it reads it."""
         if key in self._names or (key.startswith("__") and key not in _BEFORE):
-            self._queue([item], True)
+            self._waiting.append(item)
         else:
             self._unread.setdefault(key, []).append(item)
 
