@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recoup.measuring.trees import version_of
 
-__all__ = ["Notes", "is_same"]
+__all__ = ["Notes"]
 
 _MOST_ITEMS = 1000
 _DEEPEST = 4
@@ -107,14 +107,14 @@ class Notes:
 
     def changed(self) -> list[str]:
         """The names of what is not as it was."""
-        places = [name for name, place, then in self._places if not is_same(place, then)]
+        places = [name for name, place, then in self._places if not _is_same(place, then)]
         tensors = [name for name, tensor, version in self._tensors if version_of(tensor) != version]
         return places + tensors
 
     def put_back(self) -> None:
         """Makes containers, attributes and generators what they were. Values of tensors are for others to put back."""
         for _, place, then in self._places:
-            if not is_same(place, then):
+            if not _is_same(place, then):
                 place.clear()
                 (place.update if isinstance(place, (dict, set)) else place.extend)(then)
         for generator, state in self._generators:
@@ -154,7 +154,7 @@ def _items(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     return ((f"{name}[{key!r}]", item) for key, item in pairs)
 
 
-def is_same(place: Any, then: Any) -> bool:
+def _is_same(place: Any, then: Any) -> bool:
     """Whether a container has the entries that it had: the same objects, or equal numbers and texts."""
     if len(place) != len(then):
         return False
