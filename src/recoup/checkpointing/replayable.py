@@ -139,7 +139,7 @@ class Replayable(ABC):
     def _locate(self, key: Any, error: ReplayMismatchError) -> ReplayMismatchError:
         """Replays once more, comparing every tensor while the operation that saves it runs: that can say where."""
         self._drop()
-        if self._options.check != "metadata":
+        if self._options.check in ("values", "none"):
             return error
         try:
             self._make(key, carefully=True)
