@@ -41,8 +41,6 @@ from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.checkpointing.reach import Reach
 from recoup.checkpointing.replay import (
-    CAREFUL,
-    USUAL,
     Manner,
     Replayed,
     is_any_wanted,
@@ -184,10 +182,10 @@ class Frame(Replayable):
         """Whether anything that the call saved is still wanted."""
         return is_any_wanted(self._records)
 
-    def _make(self, key: int, *, carefully: bool) -> tuple[dict[int, Tensor], dict[int, int]]:
+    def _make(self, key: int, *, locating: bool) -> tuple[dict[int, Tensor], dict[int, int]]:
         self.refuse_stale()
         args, kwargs = self._arguments.rebuild()
-        values, versions, _ = self.run_as_then(args, kwargs, CAREFUL if carefully else USUAL)
+        values, versions, _ = self.run_as_then(args, kwargs, self._manner(locating))
         return values, versions
 
     def refuse_stale(self) -> None:

@@ -50,7 +50,8 @@ _CAUSES = """\
 Likely causes:
   - the function depends on something outside its arguments: Python or NumPy random numbers, a global, a cache;
   - its control flow depends on values that differ in the last bit between two runs (routing in a mixture of experts);
-  - a mode or setting changed between forward and backward.
+  - a mode or setting changed between forward and backward;
+  - a call before it, whose result it is given, does not repeat itself.
 What to do: pass what the function depends on as an argument, branch on recoup.is_replaying() where it has a side
 effect, or leave this function out of checkpointing."""
 

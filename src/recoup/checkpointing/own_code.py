@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType
 from typing import Any, TypeVar, cast
 
@@ -20,7 +21,10 @@ __all__ = [
     "slots_of",
 ]
 
-_LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = (
+    *{sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(__file__).parent.parent),  # ourselves
+)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
 
 __all__ = [
-    "CAREFUL",
     "FORGETFUL",
-    "USUAL",
     "Manner",
     "Replayed",
     "depth",
@@ -75,8 +73,6 @@ class Manner(NamedTuple):
     """Nothing but the output is wanted."""
 
 
-USUAL = Manner()
-CAREFUL = Manner(carefully=True)
 FORGETFUL = Manner(to_end=True, forgets=True)
 
 Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, int], Any]

@@ -106,7 +106,7 @@ class _Comparer:
         except torch.OutOfMemoryError:
             self.compared.skipped.append(call.name)
             return
-        if wrong := too_far(found, own) if own else found:
+        if wrong := too_far(found) if own else found:
             raise VerificationError(
                 f"Replayed, unit {call.name!r} does not give what it gives when it is kept: {list_drifts(wrong)}."
                 " Run recoup.audit on the model."

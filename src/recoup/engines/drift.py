@@ -100,8 +100,8 @@ def _drift(name: str, left: Tensor, right: Tensor) -> Drift:
     return Drift(name, apart / size if size else (math.inf if apart else 0.0), cosine)
 
 
-def too_far(found: Iterable[Drift], own: Iterable[Drift]) -> list[Drift]:
-    """Those that rounding does not explain, nor how far plain runs are apart from each other."""
+def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
+    """Those that rounding does not explain, nor how far plain runs are apart by their ``own``."""
     usual: dict[str, float] = {}
     for drift in own:
         usual[drift.name] = max(drift.relative_error, usual.get(drift.name, 0.0))
