@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recoup.errors import ChainError, NotHeldError, UnitRangeError
 from recoup.manual.memory import Memory
 from recoup.manual.steps import Step, call_backward, call_forward
+from recoup.stores import ActivationStore
 from recoup.stores.arrays import copy_array, why_not_array
 
 __all__ = ["Gradients", "Run"]
@@ -47,11 +48,21 @@ class Run:
     """
 
     def __init__(self, steps: Sequence[Step], memory: Memory, output: Any) -> None:
-        self._steps = tuple(steps)
+        self._steps = dict(enumerate(steps, memory.first_unit))
         self._memory = memory
         self._output_shape = tuple(output.shape)
         self._num_recomputed = 0
         self.output = output
+
+    def __repr__(self) -> str:
+        units = _range_of(self._steps)
+        shape = list(self._output_shape)
+        return f"<Run of {units}: output of shape {shape}, holds {self.held_units()}, {self._num_recomputed} run again>"
+
+    @property
+    def store(self) -> ActivationStore:
+        """Where its activations are held."""
+        return self._memory.store
 
     @property
     def num_recomputed(self) -> int:
@@ -69,10 +80,8 @@ class Run:
             UnitRangeError: if the chain has no such unit.
             NotHeldError: if nothing is held at or before it.
         """
-        if unit not in range(len(self._steps)):
-            raise UnitRangeError(
-                f"Unit {unit!r} is out of range: the chain has {len(self._steps)} units, counted from 0."
-            )
+        if unit not in self._steps:
+            raise UnitRangeError(f"Unit {unit!r} is out of range: the chain has {_range_of(self._steps)}.")
         return self._reach(operator.index(unit), {}, set_aside=False)
 
     def backward(self, grad_output: Any) -> Gradients:
@@ -94,12 +103,13 @@ class Run:
                 f"{self._output_shape}. Give one of the same shape."
             )
         grad = copy_array(grad_output)
-        parameters: list[Any] = [None] * len(self._steps)
+        parameters: list[Any] = []
         aside: dict[int, Any] = {}
-        for unit in reversed(range(len(self._steps))):
+        for unit, step in reversed(self._steps.items()):
             array = self._reach(unit, aside, set_aside=True)
-            grad, parameters[unit] = call_backward(self._steps[unit], unit, array, grad)
-        return Gradients(grad, tuple(parameters))
+            grad, given = call_backward(step, unit, array, grad)
+            parameters.append(given)
+        return Gradients(grad, tuple(reversed(parameters)))
 
     def _reach(self, unit: int, aside: dict[int, Any], *, set_aside: bool) -> Any:
         """Gives an input that the caller may change, running again what lies between it and a held one."""
@@ -116,11 +126,18 @@ class Run:
     def _nearest(self, unit: int, aside: dict[int, Any]) -> tuple[int, Any]:
         if unit in aside:
             return unit, aside.pop(unit)
-        for start in range(unit, -1, -1):
+        for start in range(unit, self._memory.first_unit - 1, -1):
             array = self._memory.load(start)
             if array is not None:
                 return start, array
+        lost = f" {self._memory.loss}" if self._memory.loss else ""
         raise NotHeldError(
-            f"The input of unit {unit} is not held, nor that of any unit before it to recompute it from. "
-            "Run the forward with keep_input=True, keep more (policy=…), or give the store more room."
+            f"The input of unit {unit} is not held, nor that of any unit before it to recompute it from.{lost} Run the"
+            " forward with keep_input=True, keep more (policy=…), give the store more room, or, where several forwards"
+            " share it, number their units one after the other (first_unit=…)."
         )
+
+
+def _range_of(units: Collection[int]) -> str:
+    first = min(units)
+    return f"{len(units)} units, counted from {first}"
