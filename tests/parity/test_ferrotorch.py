@@ -89,9 +89,11 @@ def test_readable_repr_of_the_backward_node() -> None:
         "<checkpoint of test_readable_repr_of_the_backward_node.noisy (test_ferrotorch.py:"
     )
     assert (
-        "holds [float32[2, 3], float64[3]], 4 saved tensors to replay, RNG state of 1 generator>"
-        in describe(y)
+        "holds [float32[2, 3], float64[3]], gives [float64[2, 3]], 4 saved tensors to replay, RNG state of 1"
+        " generator>" in describe(y)
     )
+    several = checkpoint(lambda x: {"sum": x.sum(), "parts": [x.sin(), x.exp()[0]]}, x * 1)
+    assert "gives [float32[], float32[2, 3], float32[3]]" in describe(several["parts"][0])
     nested = checkpoint(lambda x: checkpoint(torch.sin, x.exp()).cos(), x * 1)
     assert describe(nested).count("<checkpoint of") == 2
     assert "held by enclosing hooks" in describe(nested)

@@ -163,7 +163,7 @@ def _run(
                 output = fn(*args, **kwargs)
     finally:
         pop_hooks()
-    frame.settle()
+    frame.settle(output)
     if frame.is_idle() and not _needs_grad(output):
         raise NothingToCheckpointError(
             f"{describe_function(fn)} was given no tensor and its result needs no gradient: there is nothing to"

@@ -24,18 +24,18 @@ NOTE [ How a frame works ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.arguments import Arguments
+from recoup.checkpointing.arguments import Arguments, contents
 from recoup.checkpointing.digest import digest_of_saved
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
-from recoup.checkpointing.mismatch import Record, kind_of
+from recoup.checkpointing.mismatch import Kind, Record, kind_of
 from recoup.checkpointing.reach import Reach
 from recoup.checkpointing.replay import (
     CAREFUL,
@@ -72,8 +72,8 @@ class Frame(Replayable):
     """What is left of a checkpointed call: the function, its arguments, its surroundings, and records."""
 
     __slots__ = (
-        "_arguments", "_digests", "_environment", "_leaves", "_records", "_replay_context", "_settled", "_state",
-        "fn", "runs_backward",
+        "_arguments", "_digests", "_environment", "_leaves", "_outputs", "_records", "_replay_context", "_settled",
+        "_state", "fn", "runs_backward",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +97,7 @@ class Frame(Replayable):
         self._records: list[Record] = []
         self._leaves: dict[int, Tensor] = {}
         self._digests: list[Tensor | None] = []
+        self._outputs: tuple[Kind, ...] = ()
         self._settled = False
         self.runs_backward = False
         """Whether the function runs a backward inside."""
@@ -105,8 +106,10 @@ class Frame(Replayable):
         """Whether the call was given no tensor and saved none."""
         return not self._arguments and not self._records
 
-    def settle(self) -> None:
-        """Ends the forward: from here on only what the replay needs is held."""
+    def settle(self, output: Any) -> None:
+        """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
+        is_one = type(output) is Tensor and not output.is_nested
+        self._outputs = (kind_of(output),) if is_one else tuple(_kinds_in(output))
         self._arguments.settle()
         self._environment.settle()
         if self._state is not None:
@@ -228,5 +231,15 @@ class Frame(Replayable):
         num_saved = len(self._records)
         return (
             f"<checkpoint of {mismatch.describe_function(self.fn)}: holds [{', '.join(self._arguments.describe())}],"
+            f" gives [{', '.join(map(mismatch.describe_shape, self._outputs))}],"
             f" {num_saved} saved tensor{'s' * (num_saved != 1)} to replay, {self._environment.describe()}>"
         )
+
+
+def _kinds_in(output: Any, depth: int = 3) -> Iterator[Kind]:
+    if isinstance(output, Tensor):
+        if not output.is_nested:  # which may have no shape
+            yield kind_of(output)
+    elif depth and (found := contents(output)) is not None:
+        for item in found[1]:
+            yield from _kinds_in(item, depth - 1)

@@ -103,7 +103,7 @@ class Span:
             output = fn(*args, **kwargs)
         finally:
             pop_hooks()
-        frame.settle()
+        frame.settle(output)
         self._outputs.note(len(segment) - 1, output)
         return output
 
