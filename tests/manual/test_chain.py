@@ -591,6 +591,7 @@ def test_a_run_whose_entries_were_replaced_says_so() -> None:
 def test_steps_are_named_by_a_policy() -> None:
     steps = [Step(lambda x: x + 1, lambda x, grad: grad, name) for name in ("a", "b", "a", "c")]
     assert Chain(steps).forward(np.zeros(2), policy=KeepUnits(["a"])).held_units() == (0, 2)
+    assert Chain([*steps, Step(abs)]).forward(np.zeros(2), policy=KeepUnits("abs")).held_units() == (4,)
 
 
 def test_runs_and_chains_print_well() -> None:

@@ -150,8 +150,8 @@ def apply(
         model: in any state; a policy holds in train mode and in eval mode.
         plan: what `recoup.plan` made, or one of `recoup.policies`, such as ``UniformSegments(4)``.
         units: with a policy: the modules that it is about, as for `measure`.
-        sample: with a policy: as for `measure`; the model is run on it once, without a trace, and units are counted in
-            the order of their calls.
+        sample: with a policy: what the model takes (a tensor, a tuple of arguments, a dict of keyword arguments). It is
+            run once, without a trace, and units are counted in the order of their calls.
         costs: with a policy that decides by them: one for each unit.
 
     Raises:

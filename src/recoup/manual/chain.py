@@ -192,8 +192,7 @@ class Chain:
 
     def _kept(self, policy: Policy, costs: Sequence[float] | None, first_unit: int | None) -> Sequence[bool]:
         if first_unit is None:
-            names = [step.name for step in self.steps]
-            return policy.for_names(names).keeps(len(self.steps), costs)
+            return policy.for_names([step.called for step in self.steps]).keeps(len(self.steps), costs)
         given = [None] * len(self.steps) if costs is None else _checked_costs(costs, len(self.steps))
         return [policy.keeps_unit(unit, cost=cost) for unit, cost in enumerate(given, first_unit)]
 
