@@ -110,6 +110,11 @@ class Chain:
             first_unit: for a chain that is a part of a longer one, run over one store: the number of its first step
                 there, so that each part has entries of its own. The policy then decides unit by unit.
 
+        Raises:
+            ChainError: if ``x`` or what a step returns is no array, or the policy is none.
+            PolicyError: if the policy does not suit this chain or these costs.
+            PrecisionError: if the store's precision cannot hold an activation.
+
         >>> import numpy as np
         >>> steps = [Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)] * 6
         >>> store = ActivationStore()
@@ -118,11 +123,6 @@ class Chain:
         <Run of 3 units, counted from 3: output of shape [3], holds (3,), 0 run again>
         >>> store.held_units()
         (0, 3)
-
-        Raises:
-            ChainError: if ``x`` or what a step returns is no array, or the policy is none.
-            PolicyError: if the policy does not suit this chain or these costs.
-            PrecisionError: if the store's precision cannot hold an activation.
         """
         array = _checked_input(x)
         start = _checked_first(first_unit)

@@ -25,7 +25,7 @@ class Memory:
 
     def __init__(self, store: ActivationStore, chain_input: Any | None, first_unit: int = 0) -> None:
         self.store, self.first_unit = store, first_unit
-        self.loss = ""
+        self.why_lost = ""
         """Why the latest entry that was gone is gone."""
         self._chain_input = chain_input
         # Another run in the same store has its own entries under the same units: the order tells them apart.
@@ -54,7 +54,7 @@ class Memory:
             except NotHeldError as error:
                 # Evicted, taken, or replaced by another run: gone for good.
                 del self._orders[unit]
-                self.loss = str(error)
+                self.why_lost = str(error)
         return None
 
     def held_units(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +48,21 @@ class Run:
     """
 
     def __init__(self, steps: Sequence[Step], memory: Memory, output: Any) -> None:
-        self._steps = dict(enumerate(steps, memory.first_unit))
+        self._units = range(memory.first_unit, memory.first_unit + len(steps))
+        self._steps = dict(zip(self._units, steps, strict=True))
         self._memory = memory
         self._output_shape = tuple(output.shape)
         self._num_recomputed = 0
         self.output = output
 
     def __repr__(self) -> str:
-        units = _range_of(self._steps)
-        shape = list(self._output_shape)
-        return f"<Run of {units}: output of shape {shape}, holds {self.held_units()}, {self._num_recomputed} run again>"
+        return (
+            f"<Run of {self._counted()}: output of shape {list(self._output_shape)}, holds {self.held_units()},"
+            f" {self._num_recomputed} run again>"
+        )
+
+    def _counted(self) -> str:
+        return f"{len(self._units)} units, counted from {self._units.start}"
 
     @property
     def store(self) -> ActivationStore:
@@ -80,8 +85,8 @@ class Run:
             UnitRangeError: if the chain has no such unit.
             NotHeldError: if nothing is held at or before it.
         """
-        if unit not in self._steps:
-            raise UnitRangeError(f"Unit {unit!r} is out of range: the chain has {_range_of(self._steps)}.")
+        if unit not in self._units:
+            raise UnitRangeError(f"Unit {unit!r} is out of range: the chain has {self._counted()}.")
         return self._reach(operator.index(unit), {}, set_aside=False)
 
     def backward(self, grad_output: Any) -> Gradients:
@@ -126,18 +131,13 @@ class Run:
     def _nearest(self, unit: int, aside: dict[int, Any]) -> tuple[int, Any]:
         if unit in aside:
             return unit, aside.pop(unit)
-        for start in range(unit, self._memory.first_unit - 1, -1):
+        for start in range(unit, self._units.start - 1, -1):
             array = self._memory.load(start)
             if array is not None:
                 return start, array
-        lost = f" {self._memory.loss}" if self._memory.loss else ""
+        lost = f" {self._memory.why_lost}" if self._memory.why_lost else ""
         raise NotHeldError(
             f"The input of unit {unit} is not held, nor that of any unit before it to recompute it from.{lost} Run the"
             " forward with keep_input=True, keep more (policy=…), give the store more room, or, where several forwards"
             " share it, number their units one after the other (first_unit=…)."
         )
-
-
-def _range_of(units: Collection[int]) -> str:
-    first = min(units)
-    return f"{len(units)} units, counted from {first}"
