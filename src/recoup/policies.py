@@ -104,7 +104,7 @@ class Policy(ABC):
         (True, False)
         """
         if not isinstance(unit, str):
-            _check_whole("The unit", unit)
+            unit = _check_whole("The unit", unit)
         if cost is not None:
             cost = _check_cost(f"The cost of unit {unit!r}", cost)
         elif self.needs_costs:
