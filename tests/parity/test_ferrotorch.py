@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -134,3 +135,13 @@ def test_beyond_grad_mode_on_other_threads() -> None:
     thread.join()
     assert not errors
     assert torch.equal(x.grad, x.sin().exp() * x.cos())
+
+
+def test_work_on_other_threads_is_kept_and_its_gradients_are_right() -> None:
+    x = torch.linspace(-1, 1, 6, requires_grad=True)
+    with ThreadPoolExecutor(1) as pool:
+        y = checkpoint(lambda x: pool.submit(torch.tanh, x).result(), x * 2)
+    assert describe(y) == "no checkpointed call"
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(torch.tanh(x * 2).sum(), x)
+    assert torch.equal(grad, expected)
