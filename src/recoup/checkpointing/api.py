@@ -169,7 +169,7 @@ def _run(
                     output = fn(*args, **kwargs)
         finally:
             pop_hooks()
-        frame.settle()
+        frame.settle(output)
     finally:
         if takes_turn:
             end_turn()

@@ -24,7 +24,7 @@ NOTE [ How a frame works ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from threading import get_ident
@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.arguments import Arguments
+from recoup.checkpointing.arguments import Arguments, contents
 from recoup.checkpointing.comparison import Compare, Comparison, compare_exactly
 from recoup.checkpointing.digest import Digest, digest_of_saved
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
-from recoup.checkpointing.mismatch import Record, kind_of
+from recoup.checkpointing.mismatch import Kind, Record, kind_of
 from recoup.checkpointing.reach import Reach
 from recoup.checkpointing.replay import (
     Manner,
@@ -75,7 +75,8 @@ class Frame(Replayable):
     """What is left of a checkpointed call: the function, its arguments, its surroundings, and records."""
 
     __slots__ = (
-        "_arguments", "_digests", "_environment", "_leaves", "_maker", "_records", "_replay_context", "_settled",
+        "_arguments", "_digests", "_environment", "_leaves", "_maker", "_outputs", "_records",
+        "_replay_context", "_settled",
         "_state", "fn", "runs_backward",
     )  # fmt: skip
 
@@ -102,6 +103,7 @@ class Frame(Replayable):
         """Of what was saved; None for calls whose contents are not compared."""
         if check == "values" or (check == "sampled" and is_due(fn)):
             self._digests = []
+        self._outputs: tuple[Kind, ...] = ()
         self._settled = False
         # A frame that is made in a replay belongs to that replay's turn.
         self._maker = None if is_replaying() else get_ident()
@@ -112,8 +114,10 @@ class Frame(Replayable):
         """Whether the call was given no tensor and saved none."""
         return not self._arguments and not self._records
 
-    def settle(self) -> None:
-        """Ends the forward: from here on only what the replay needs is held."""
+    def settle(self, output: Any) -> None:
+        """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
+        is_one = type(output) is Tensor and not output.is_nested
+        self._outputs = (kind_of(output),) if is_one else tuple(_kinds_in(output))
         self._arguments.settle()
         self._environment.settle()
         if self._state is not None:
@@ -257,5 +261,15 @@ class Frame(Replayable):
         num_saved = len(self._records)
         return (
             f"<checkpoint of {mismatch.describe_function(self.fn)}: holds [{', '.join(self._arguments.describe())}],"
+            f" gives [{', '.join(map(mismatch.describe_shape, self._outputs))}],"
             f" {num_saved} saved tensor{'s' * (num_saved != 1)} to replay, {self._environment.describe()}>"
         )
+
+
+def _kinds_in(output: Any, depth: int = 3) -> Iterator[Kind]:
+    if isinstance(output, Tensor):
+        if not output.is_nested:  # which may have no shape
+            yield kind_of(output)
+    elif depth and (found := contents(output)) is not None:
+        for item in found[1]:
+            yield from _kinds_in(item, depth - 1)

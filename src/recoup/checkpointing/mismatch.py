@@ -24,6 +24,7 @@ __all__ = [
     "changed_saved",
     "changed_state",
     "describe_function",
+    "describe_shape",
     "kind_of",
     "other_parameter",
     "parameter_names",
@@ -199,8 +200,12 @@ def ran_backward(fn: Any) -> ReplayMismatchError:
 
 
 def _describe(kind: Kind) -> str:
-    shape, dtype, device = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+    return f"{describe_shape(kind)} on {kind[2]}"
+
+
+def describe_shape(kind: Kind) -> str:
+    """A tensor's dtype and shape."""
+    return f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
 
 
 def _place(fn: Any) -> str:

@@ -108,7 +108,7 @@ class Span:
                 output = fn(*args, **kwargs)
             finally:
                 pop_hooks()
-            frame.settle()
+            frame.settle(output)
         finally:
             if takes_turn:
                 end_turn()
