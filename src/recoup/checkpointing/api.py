@@ -15,7 +15,7 @@ from torch import Tensor
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.frame import Frame
 from recoup.checkpointing.mismatch import describe_function
-from recoup.checkpointing.replay import is_replaying, pop_hooks, push_hooks
+from recoup.checkpointing.replay import depth, pop_hooks, push_hooks
 from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.errors import NothingToCheckpointError
 
@@ -155,7 +155,7 @@ def _run(
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     forward_context, replay_context = (None, None) if context_fn is None else context_fn()
-    takes_turn = not is_replaying()
+    takes_turn = depth() == 0
     if takes_turn:
         begin_turn()
     try:

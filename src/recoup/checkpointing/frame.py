@@ -43,8 +43,8 @@ from recoup.checkpointing.reach import Reach
 from recoup.checkpointing.replay import (
     Manner,
     Replayed,
+    depth,
     is_any_wanted,
-    is_replaying,
     replay,
     run_forgetting,
 )
@@ -106,7 +106,7 @@ class Frame(Replayable):
         self._outputs: tuple[Kind, ...] = ()
         self._settled = False
         # A frame that is made in a replay belongs to that replay's turn.
-        self._maker = None if is_replaying() else get_ident()
+        self._maker = None if depth() else get_ident()
         self.runs_backward = False
         """Whether the function runs a backward inside."""
 

@@ -155,7 +155,7 @@ def run_with_hooks(
     while last >= 0 and not wanted[last]:
         last -= 1
     stop_at = last if options.early_stop and not to_end else None
-    settings, seed = read_settings(), _get_seed()
+    settings, seed, is_changed = read_settings(), _get_seed(), True
     check = options.check != "none"
 
     # A closure: it runs for every saved tensor, and local variables are fast.
@@ -192,8 +192,9 @@ def run_with_hooks(
     push_hooks(pack if compare is None else pack_carefully, unpack)
     try:
         output = fn(*args, **kwargs)
+        is_changed = read_settings() != settings
     except _StopReplay:
-        pass
+        is_changed = False
     except BaseException as error:
         # TorchScript, or the function itself, may have turned the stop into an exception of its own.
         if stop_at not in values or not isinstance(error, Exception):
@@ -203,7 +204,7 @@ def run_with_hooks(
         pop_hooks()
         torch._C._set_grad_enabled(grad_mode)
         _depth.value -= 1
-        if read_settings() != settings:
+        if is_changed:
             write_settings(settings)
     # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
     result, values = values, {}

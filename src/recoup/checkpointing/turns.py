@@ -25,7 +25,9 @@ __all__ = ["begin_turn", "end_turn", "turn"]
 
 _PATIENCE_S = 20.0
 
-_changed = threading.Condition()
+# The lock itself costs a tenth of what entering the condition does.
+_lock = threading.Lock()
+_changed = threading.Condition(_lock)
 
 
 class _Turns:
@@ -33,6 +35,8 @@ class _Turns:
     """Whose turn it is."""
     depth = 0
     are_off = False
+    are_waited_for = False
+    """Whether any thread has ever had to wait."""
 
 
 _turns = _Turns()
@@ -45,10 +49,11 @@ def begin_turn(maker: int | None = None) -> None:
         maker: for a replay, the thread on which the forward ran.
     """
     me = get_ident()
-    with _changed:
+    with _lock:
         if _turns.thread is None:
             _turns.thread = me
         elif _turns.thread != me and not _turns.are_off and not _is_inside(maker):
+            _turns.are_waited_for = True
             if not _changed.wait_for(lambda: _turns.thread is None, _PATIENCE_S):
                 _turns.are_off = True
                 warnings.warn(
@@ -64,11 +69,12 @@ def begin_turn(maker: int | None = None) -> None:
 
 def end_turn() -> None:
     """Ends a turn that `begin_turn` began."""
-    with _changed:
+    with _lock:
         _turns.depth -= 1
         if not _turns.depth:
             _turns.thread = None
-            _changed.notify()
+            if _turns.are_waited_for:
+                _changed.notify_all()
 
 
 @contextmanager
