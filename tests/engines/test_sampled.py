@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.checkpointing import sampling
+from recoup.engines import Segment
 from recoup.errors import ReplayMismatchError
 
 
@@ -35,7 +36,7 @@ class Late(Block):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Late(), Block()])
+        self.blocks = nn.ModuleList([Block(), Late(), Block(), Block()])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -48,7 +49,11 @@ def fitted_model(calls: int) -> tuple[Model, Tensor]:
     torch.manual_seed(0)
     COUNTER.calls = calls
     model, x = Model(), torch.randn(256, 16)
-    fitted = recoup.fit(model, x, budget=recoup.minimum_budget(recoup.measure(model, x)))
+    units = [f"blocks.{index}" for index in range(4)]
+    fitted = recoup.fit(
+        model, x, budget=recoup.minimum_budget(recoup.measure(model, x, units=units)), units=units
+    )
+    assert any(isinstance(item, Segment) and item.first <= 1 <= item.last for item in fitted.plan.items)
     assert fitted.audit.unsafe == {}
     assert fitted.verification.gradients == "bit-equal"
     assert calls == COUNTER.calls
