@@ -43,8 +43,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.measuring.compiled import is_compiled_function
+from recoup.measuring.held import held_hooks
 
-__all__ = ["Reached", "hooks_of"]
+__all__ = ["Reached", "hooks_of", "is_machinery"]
 
 _MOST_OBJECTS = 200_000
 _MOST_ITEMS = 10_000
@@ -142,7 +143,7 @@ class Reached:
                 self._visit(name, value, is_own)
 
     def _visit(self, name: str, value: Any, is_own: bool) -> None:
-        if id(value) in self._seen or _is_machinery(value):
+        if id(value) in self._seen or is_machinery(value):
             return
         self._seen[id(value)] = value
         if is_compiled_function(value) and not self._is_rest:
@@ -171,6 +172,8 @@ class Reached:
                 rest = ((k, item) for k, item in vars(value).items() if k not in ("param_groups", "state"))
                 self._queue(rest, False)
             case Tensor():
+                if value.requires_grad:
+                    self._holders.append(functools.partial(held_hooks, value))
                 if value.requires_grad and value.is_leaf:
                     self.leaves.append(value)
                     self._holders.append(functools.partial(_hold_data, value))
@@ -333,7 +336,8 @@ def _file_of(cls: type) -> str | None:
     return getattr(module, "__file__", None)
 
 
-def _is_machinery(value: Any) -> bool:
+def is_machinery(value: Any) -> bool:
+    """Whether a value is none of the user's: a lock, a logger, something of ours."""
     package = value.__module__ if isinstance(value, (FunctionType, type)) else type(value).__module__
     is_machinery = _MACHINERY.fullmatch(_root_of(package)) is not None
     return is_machinery and not isinstance(value, (nn.Module, Tensor))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from recoup.checkpointing.replay import pop_hooks, push_hooks
-from recoup.errors import LossError
+from recoup.errors import CheckpointError, LossError
 from recoup.measuring.calls import kind_of_module
 from recoup.measuring.intercept import intercepted
 from recoup.measuring.meter import Meter
@@ -225,7 +225,11 @@ class _Looker:
         return tensor.detach()
 
     def enter(self, call: UnitCall) -> None:
-        self._code = self._end_code((call.args, call.kwargs))
+        try:
+            self._code = self._end_code((call.args, call.kwargs))
+        except CheckpointError as error:
+            what = f"cannot be run by itself. {str(error).rstrip('.')}"
+            raise LeakError(call.name, what, call.module) from error
         self._alive = self.numbers.storages(self.tracker.living())
 
     def visit(self, call: UnitCall) -> Any:
