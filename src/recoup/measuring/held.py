@@ -101,7 +101,6 @@ class HeldValues:
             self._storages[id(storage)] = HeldStorage(storage)
         return _HeldTensor(tensor, self._storages[id(storage)]).restore
 
-
     def _compound(self, tensor: Tensor, parts: list[Tensor]) -> Callable[[], Any]:
         """A wrapper subclass, or a sparse tensor, which may get other parts when it is written to."""
         restore_parts = self.hold(parts)
