@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from recoup.measuring.storages import num_owners, plain_tensors
+from recoup.measuring.storages import num_owners, plain_tensors, storages
 
-__all__ = ["HeldStorage", "HeldValues", "held_gradient", "held_hooks"]
+__all__ = ["HeldStorage", "HeldValues", "held_data", "held_gradient", "held_hooks"]
 
 # The tensor itself, and the Python object of its storage.
 _NUM_OWNERS_OF_OWN_STORAGE = 2
@@ -186,6 +186,17 @@ def held_gradient(parameter: Tensor) -> Callable[[], None]:
             gc.collect()  # what the block left in cycles
             _fill(storage, host)
         parameter.grad = gradient
+
+    return restore
+
+
+def held_data(tensor: Tensor) -> Callable[[], None]:
+    """Notes a tensor's own storage, which ``tensor.data = …`` replaces; returns what gives it back."""
+    then = tensor.data
+
+    def restore() -> None:
+        if [one._cdata for one in storages(tensor.data)] != [one._cdata for one in storages(then)]:
+            tensor.data = then
 
     return restore
 

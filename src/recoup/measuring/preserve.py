@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.measuring.held import HeldValues, held_gradient
+from recoup.measuring.held import HeldValues, held_data, held_gradient
 from recoup.measuring.notes import Notes
 from recoup.measuring.optimizers import Optimizers, read_optimizers
 from recoup.measuring.reached import Reached
@@ -91,6 +91,10 @@ def preserving(
         exits.callback(notes.put_back)
         exits.callback(reached.hold())
         exits.callback(_held_requires_grad(parameters))
+        # Unless their values are held below, and with them what they lie in.
+        for one in models[everything:]:
+            for owner in gradient_owners(one):
+                exits.callback(held_data(owner))
         for parameter in parameters:
             exits.callback(held_gradient(parameter))
         values = HeldValues()

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.measuring.compiled import is_compiled_function
-from recoup.measuring.held import held_hooks
+from recoup.measuring.held import held_data, held_hooks
 
 __all__ = ["Reached", "hooks_of", "is_machinery"]
 
@@ -163,20 +163,17 @@ class Reached:
                 self._visit_class(name, value, is_own)
             case nn.Module():
                 self.modules.append(value)
-                self._holders += [
-                    functools.partial(_hold_data, parameter) for parameter in value.parameters()
-                ]
                 self._visit_modules(name, value)
             case Optimizer():
                 self.optimizers.append(value)
                 rest = ((k, item) for k, item in vars(value).items() if k not in ("param_groups", "state"))
                 self._queue(rest, False)
             case Tensor():
+                self._holders.append(functools.partial(held_data, value))
                 if value.requires_grad:
                     self._holders.append(functools.partial(held_hooks, value))
-                if value.requires_grad and value.is_leaf:
-                    self.leaves.append(value)
-                    self._holders.append(functools.partial(_hold_data, value))
+                    if value.is_leaf:
+                        self.leaves.append(value)
             case torch.Generator():
                 self._holders.append(functools.partial(_hold_generator, value))
             case random.Random():
@@ -386,17 +383,6 @@ def _hold_array(array: Any) -> Restore:
 
     def restore() -> None:
         array[...] = then
-
-    return restore
-
-
-def _hold_data(tensor: Tensor) -> Restore:
-    """A tensor's own storage: averages are often made anew, by ``tensor.data = …``."""
-    then = tensor.data
-
-    def restore() -> None:
-        if tensor.data.untyped_storage()._cdata != then.untyped_storage()._cdata:
-            tensor.data = then
 
     return restore
 

@@ -59,7 +59,7 @@ class TrainingStep:
             *(("a hook", h) for h in hooks_of(model)),
         ]
         self._roots = roots
-        self.reached = Reached(roots, known=model)
+        self.reached = self.reach()
         stepped = self.reached.optimizers if self.changes_parameters else []
         self.optimizers = read_optimizers([*read_optimizers(optimizer), *stepped])
         self.writes = Writes()
@@ -78,6 +78,10 @@ class TrainingStep:
         """All that the sample holds."""
         return (self.args, self.kwargs, self.targets)
 
+    def reach(self) -> Reached:
+        """What its code can get at now: what it was may have been replaced meanwhile."""
+        return Reached(self._roots, known=self.model)
+
     @property
     def changes_parameters(self) -> bool:
         """Whether running it may step an optimizer: in a callable of the user's, or in a hook of a parameter."""
@@ -91,12 +95,10 @@ class TrainingStep:
         Raises:
             SampleError: a second step goes through the graph of the first, by way of a buffer.
         """
-        # Anew each time: what was reached may have been replaced meanwhile.
-        reached = Reached(self._roots, known=self.model)
         everything = self.changes_parameters
         try:
             with preserving(
-                self.model, self.optimizers, everything=everything, reached=reached, writes=self.writes
+                self.model, self.optimizers, everything=everything, reached=self.reach(), writes=self.writes
             ):
                 yield
         except RuntimeError as error:
@@ -196,7 +198,7 @@ class TrainingStep:
 
         trained = self._trained()
         # So that it does the same each time, from the same counters.
-        put_back = Reached(self._roots, known=self.model).hold()
+        put_back = self.reach().hold()
         if self.leaves_gradients:
             with _disable_current_modes():
                 self._give_gradients(self.model.parameters())
