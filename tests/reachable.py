@@ -28,7 +28,9 @@ def print_of(*roots: Any) -> dict[str, Any]:
 
 
 def assert_as_before(now: dict[str, Any], then: dict[str, Any]) -> None:
-    changed = [path for path in (now | then) if path not in now or path not in then or now[path] != then[path]]
+    changed = [
+        path for path in (now | then) if path not in now or path not in then or now[path] != then[path]
+    ]
     assert not changed, changed[:5]
 
 
@@ -74,7 +76,9 @@ class _Walk:
             case type() | torch.utils.hooks.RemovableHandle():
                 return []
         slots = [name for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
-        return [*vars(value).items()] if hasattr(value, "__dict__") else [(s, getattr(value, s)) for s in slots]
+        return (
+            [*vars(value).items()] if hasattr(value, "__dict__") else [(s, getattr(value, s)) for s in slots]
+        )
 
     def tensor(self, value: Tensor) -> list[tuple[str, Any]]:
         is_strided = value.layout is torch.strided
