@@ -339,13 +339,13 @@ def test_a_forward_that_is_a_generator() -> None:
     assert units == ["items.layer", "items.layer#2", "items.layer#3", "sum.layer"]
     assert recoup.audit(model, x).unsafe == {}
     with pytest.raises(
-        UnitError, match="fits 'items', which the step never calls.* a generator runs elsewhere"
+        UnitError, match=r"fits 'items', which the step never calls.* a generator runs elsewhere"
     ):
         recoup.measure(model, x, units="items")
     with pytest.raises(UnitError, match=r"Unit 'sum' cannot be run by itself\. An argument is an iterator"):
         recoup.measure(model, x, units="sum")
     for ask in (recoup.measure, recoup.audit):
-        with pytest.raises(SampleError, match="The forward of Yielding is a generator.* return a list"):
+        with pytest.raises(SampleError, match=r"The forward of Yielding is a generator.* return a list"):
             ask(Yielding(), x, loss=lambda items: sum(items).mean())
 
 
