@@ -103,3 +103,38 @@ def test_a_module_that_several_models_share() -> None:
 def test_copies_and_pickles_have_a_place_of_their_own() -> None:
     model = fitted(Recurrent(), 0.0)
     in_threads([model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model])
+
+
+def test_a_backward_in_another_thread_runs_inner_units_plainly() -> None:
+    """As on an accelerator, whose backwards have a thread of their own."""
+
+    class Outer(nn.Module):
+        def __init__(self, cell: Cell) -> None:
+            super().__init__()
+            self.layer, self.cells = nn.Linear(8, 8), (cell,)  # out of sight: no module inside it
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.cells[0](self.layer(x).tanh())
+            return y
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = Cell()
+            self.outer = nn.ModuleList(Outer(self.cell) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for outer in self.outer:
+                x = outer(self.cell(x))
+            return x
+
+    model, x = Both(), torch.randn(32, 8)
+    expected = gradients(model, x)
+    profile = recoup.measure(model, x, loss=torch.mean, units=["cell", "outer.*"])
+    recoup.apply(model, recoup.plan(profile, recoup.minimum_budget(profile)))
+    assert is_applied(model)
+    loss = model(x).mean()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert all(map(torch.equal, [parameter.grad for parameter in model.parameters()], expected))

@@ -253,9 +253,10 @@ class _Looker:
             elif number is not None and current:
                 inside.setdefault(current[0], {})[number] = storage.nbytes()
 
-        with _noting_inside(self.inside.get(call.module, []), current, in_place):
-            output = call.glance(note)
         names = {module: name for name, module in call.module.named_modules()}
+        called = [module for module in self.inside.get(call.module, []) if module in names]
+        with _noting_inside(called, current, in_place):
+            output = call.glance(note)
         saved_inside = {
             names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
         }
