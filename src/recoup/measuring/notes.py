@@ -35,9 +35,8 @@ _STRUCTURE = frozenset(vars(nn.Module()))
 class Notes:
     """Containers, attributes, tensors and generators, as they stood.
 
-    >>> class Cache: ...
-    >>> cache = Cache()
-    >>> cache.entries = [1]
+    >>> from types import SimpleNamespace
+    >>> cache = SimpleNamespace(entries=[1])
     >>> notes = Notes()
     >>> notes.add_object("cache", cache)
     >>> cache.entries.append(2)
