@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_own
 
 import recoup
 from recoup import Checkpoint, checkpoint, torch_checkpoint
+from recoup.checkpointing import Span
 
 
 def expected_gradient(x: Tensor) -> Tensor:
@@ -164,6 +165,27 @@ def test_grad_mode_of_another_thread_does_not_matter() -> None:
     thread.start()
     thread.join()
     assert torch.equal(x.grad, expected_gradient(x))
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.vmap, torch.func.jacrev, lambda fn: torch.func.vmap(torch.func.jacrev(fn))]
+)
+@pytest.mark.parametrize("kind", ["checkpoint", "span"])
+def test_inside_a_transform_it_is_a_plain_call(transform: Any, kind: str) -> None:
+    """A replay would run outside of the transform."""
+    layer = nn.Linear(4, 4)
+
+    def plain(x: Tensor) -> Tensor:
+        return deep(layer(x))
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(plain, x) if kind == "checkpoint" else Span(Checkpoint()).call(plain, (x,), {})
+
+    found = []
+    for fn in (plain, checkpointed):
+        x = torch.linspace(-1, 1, 24).reshape(2, 3, 4).requires_grad_()
+        found.append(torch.autograd.grad(transform(fn)(x).square().sum(), [x, *layer.parameters()]))
+    assert all(map(torch.equal, *found))
 
 
 class Compiled(nn.Module):

@@ -26,6 +26,7 @@ from torch.nn.utils import parametrizations, prune
 
 import recoup
 from recoup.engines import is_applied
+from recoup.errors import ApplyError, SampleError
 
 pytestmark = [
     # torch.jit is on its way out, and says so at each use.
@@ -371,7 +372,7 @@ def test_threads_that_run_a_fitted_model() -> None:
 
 
 def test_data_parallel_wrapper_on_a_cpu() -> None:
-    """`DataParallel` without devices calls the module straight."""
+    """`DataParallel` without devices calls the module straight, and makes no copies."""
     torch.manual_seed(0)
     model, batch = Classifier(), examples()
     expected = train(copy.deepcopy(model), torch.optim.SGD([torch.zeros(1)]), [batch], loss_of_examples)
@@ -380,3 +381,22 @@ def test_data_parallel_wrapper_on_a_cpu() -> None:
         train(nn.DataParallel(model), torch.optim.SGD([torch.zeros(1)]), [batch], loss_of_examples)
         == expected
     )
+
+
+def test_data_parallel_is_refused_before_and_after() -> None:
+    model, (x, y) = Classifier(), examples()
+    for inside in (nn.DataParallel(model), nn.Sequential(nn.DataParallel(model))):
+        with pytest.raises(
+            SampleError, match=r"nn\.DataParallel, whose copies would run the original's parameters"
+        ):
+            recoup.fit(inside, (x, y), budget="1GiB", loss=nn.CrossEntropyLoss())
+    fitted(model)
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(
+            ApplyError, match=r"nn\.DataParallel copies a model that has a plan.*recoup\.remove"
+        ):
+            # What `nn.parallel.replicate` calls for each module and device.
+            [module._replicate_for_data_parallel() for module in one.modules()]
+        replica = recoup.remove(one)._replicate_for_data_parallel()
+        assert replica._is_replica
+        assert not any("_replicate_for_data_parallel" in vars(module) for module in one.modules())

@@ -6,7 +6,7 @@ import itertools
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recoup
+from recoup.engines import is_applied
+from recoup.errors import SampleError, UnitError
 
 LOG: list[int] = []
 
@@ -247,3 +249,142 @@ def test_an_optimizer_that_wraps_itself() -> None:
     wrapper.optimizer = wrapper
     with pytest.raises(recoup.errors.SampleError, match="optimizer= takes"):
         fit(Classifier(2), sample=examples(), loss=nn.CrossEntropyLoss(), optimizer=wrapper)
+
+
+class GraphLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
+        y: Tensor = x + self.down(self.up(torch.sparse.mm(graph, x)).tanh())
+        return y
+
+
+class GraphNetwork(nn.Module):
+    """Its edges are a sparse buffer, or given with the sample."""
+
+    def __init__(self, graph: Tensor | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(GraphLayer() for _ in range(4))
+        self.register_buffer("graph", graph)
+
+    def forward(self, x: Tensor, graph: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.graph if graph is None else graph)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("is_buffer", [True, False])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_graph_networks_with_sparse_tensors(layout: torch.layout, is_buffer: bool) -> None:
+    graph = torch.eye(20).roll(3, 1).to_sparse(layout=layout)
+    model, x = GraphNetwork(graph if is_buffer else None), torch.randn(20, 8)
+    sample = (x,) if is_buffer else (x, graph)
+    model(*sample).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    profile = recoup.measure(model, sample)
+    # Rows and columns in 64 bits, and the values; torch makes CSR, which has the rows' ends, from the same columns.
+    graph_bytes = 2 * 20 * 8 + (21 * 8 if layout is torch.sparse_csr else 0) + 20 * 4
+    weight_bytes = 4 * (2 * 8 * 32 + 32 + 8) * 4
+    assert profile.residents.parameter_bytes == weight_bytes + is_buffer * graph_bytes
+    assert profile.residents.other_bytes == 20 * 8 * 4 + (not is_buffer) * graph_bytes
+    recoup.fit(model, sample, budget=(recoup.minimum_budget(profile) + profile.plain_bytes) // 2)
+    assert is_applied(model)
+    model(*sample).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+class Yielding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for _ in range(3):
+            x = self.layer(x).tanh()
+            yield x
+
+
+class Adding(nn.Module):
+    """Adds up what it is given, which may be a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, items: Iterable[Tensor]) -> Tensor:
+        result: Tensor = self.layer(sum(items)).mean()
+        return result
+
+
+class Generating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.sum = Yielding(), Adding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.sum(self.items(x))
+        return result
+
+
+def test_a_forward_that_is_a_generator() -> None:
+    """What it calls is planned; it is no unit itself, nor is one that is given it."""
+    model, x = Generating(), torch.randn(16, 8)
+    fitted = recoup.fit(model, x, budget="1GiB")
+    units = [unit.name for unit in fitted.profile.units if not unit.is_code]
+    assert units == ["items.layer", "items.layer#2", "items.layer#3", "sum.layer"]
+    assert recoup.audit(model, x).unsafe == {}
+    with pytest.raises(
+        UnitError, match=r"fits 'items', which the step never calls.* a generator runs elsewhere"
+    ):
+        recoup.measure(model, x, units="items")
+    with pytest.raises(UnitError, match=r"Unit 'sum' cannot be run by itself\. An argument is an iterator"):
+        recoup.measure(model, x, units="sum")
+    for ask in (recoup.measure, recoup.audit):
+        with pytest.raises(SampleError, match=r"The forward of Yielding is a generator.* return a list"):
+            ask(Yielding(), x, loss=lambda items: sum(items).mean())
+
+
+class Stacking(nn.Module):
+    """Pushes to a list, or pops from it."""
+
+    def __init__(self, pushes: bool) -> None:
+        super().__init__()
+        self.layer, self.pushes = nn.Linear(8, 8), pushes
+
+    def forward(self, x: Tensor, stack: list[Tensor]) -> Tensor:
+        x = self.layer(x).tanh()
+        if not self.pushes:
+            return x + stack.pop()
+        stack.append(x)
+        return x
+
+
+class Ladder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rungs = nn.ModuleList(Stacking(index < 2) for index in range(4))
+        self.stack: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for rung in self.rungs:
+            x = rung(x, self.stack)
+        return x.mean()
+
+
+def test_blocks_that_push_and_pop_one_list() -> None:
+    model, x = Ladder(), torch.randn(16, 8)
+    fitted = recoup.fit(model, x, budget="1GiB")
+    assert fitted.verification is not None
+    assert fitted.verification.gradients == "bit-equal"
+    units = [unit.name for unit in fitted.profile.units if not unit.is_code]
+    assert units == [f"rungs.{index}.layer" for index in range(4)]
+    # A replay pushes to a copy of the list, and pops from it. But what goes through the list cannot be measured.
+    assert recoup.audit(model, x, units="rungs.*").unsafe == {}
+    with pytest.raises(UnitError, match=r"Unit 'rungs.0' gives a tensor to code outside .*: a list"):
+        recoup.measure(model, x, units="rungs.*")
+    assert model.stack == []

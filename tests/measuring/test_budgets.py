@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from recoup.errors import SizeError
 from recoup.measuring.budgets import read_budget
+from recoup.measuring.host_memory import host_memory
 from recoup.measuring.meter import CpuMeter, device_of, make_meter
 
 MODEL = nn.Linear(6, 10)
@@ -42,6 +46,29 @@ def test_auto_is_what_is_free_less_a_margin(monkeypatch: pytest.MonkeyPatch) -> 
     resident = (6 * 10 + 10) * 4 + 3 * 6 * 4
     for text in ("auto", " AUTO "):
         assert read_budget(text, MODEL, torch.zeros(3, 6)) == resident + 92_000
+
+
+def test_shares_of_what_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuMeter, "free_bytes", lambda self: 0)
+    monkeypatch.setattr(CpuMeter, "total_bytes", lambda self: 0)
+    with pytest.raises(
+        SizeError, match=r"How much memory is free cannot be read here: give bytes for budget="
+    ):
+        read_budget("auto", MODEL)
+    with pytest.raises(SizeError, match=r"'80%' of what\? The device's memory is not known here"):
+        read_budget("80%", MODEL)
+    assert read_budget("2KiB", MODEL) == 2048
+
+
+def test_a_system_that_tells_nothing_gives_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows and macOS without their own way: no /proc, no `os.sysconf`, no `vm_stat`, no `windll`."""
+    monkeypatch.delattr(os, "sysconf")
+    monkeypatch.setenv("PATH", "")
+    for platform in ("win32", "darwin"):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert host_memory() == (0, 0)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert min(host_memory()) > 0
 
 
 def test_a_device_has_more_than_it_can_give() -> None:

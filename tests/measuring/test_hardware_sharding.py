@@ -92,3 +92,18 @@ def test_more_ranks_need_less_each() -> None:
         needs.append(recoup.minimum_budget(profile))
     assert needs == sorted(needs, reverse=True)
     assert len(set(needs)) == 4
+
+
+def test_slices_of_a_sequential() -> None:
+    """They are modules of no model: their parameters are those of the children."""
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    one, half = (
+        measure(model, torch.ones(32, 8), loss=torch.sum, hardware=HOST, ranks=ranks) for ranks in (1, 2)
+    )
+    slices = ["[0:2]", "[2:4]", "[4:6]"]
+    assert [unit.module for unit in half.units][:3] == slices
+    own = (8 * 8 + 8) * 4
+    assert half.residents.parameter_bytes == 3 * own // 2
+    for index, with_next in enumerate((2 * own, 2 * own, own)):
+        whole, share = (profile.problem.units[index].options[0] for profile in (one, half))
+        assert share.forward_transient_bytes - whole.forward_transient_bytes == with_next, slices[index]

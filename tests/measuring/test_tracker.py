@@ -137,10 +137,12 @@ def test_lists_of_results_count_each() -> None:
         assert memory.current_bytes == 0
 
 
-def test_sparse_results_are_left_out() -> None:
+def test_sparse_results_count_by_their_parts() -> None:
     with MemoryTracker() as memory:
         x = torch.eye(3).to_sparse()
         assert x.is_sparse
+    assert memory.current_bytes == 2 * 3 * 8 + 3 * 4  # indices and values
+    del x
     assert memory.current_bytes == 0
 
 

@@ -113,7 +113,7 @@ def _on_other_values(call: UnitCall) -> SavedLog | None:
         if changed is None:
             return None
         try:
-            return run_logged(changed)[1]
+            return run_logged(changed.again())[1]
         except torch.OutOfMemoryError:
             raise
         except Exception:

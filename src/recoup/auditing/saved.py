@@ -32,8 +32,7 @@ class SavedLog:
 
 
 def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
-    """Runs a call's forward; unlike `UnitCall.glance`, also one that runs a backward of its own."""
-    args, kwargs, _ = call.fresh()
+    """Runs a call's forward on the real arguments, as `UnitCall.glance` does; also one that runs a backward."""
     log = SavedLog()
     current: list[str] = []
 
@@ -49,7 +48,7 @@ def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
     with _naming(call.module, current):
         push_hooks(pack, unpack)
         try:
-            return call.fn(*args, **kwargs), log
+            return call.fn(*call.args, **call.kwargs), log
         finally:
             pop_hooks()
 

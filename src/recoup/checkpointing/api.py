@@ -16,6 +16,7 @@ from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.frame import Frame
 from recoup.checkpointing.mismatch import describe_function
 from recoup.checkpointing.replay import depth, pop_hooks, push_hooks
+from recoup.checkpointing.transforms import is_transformed
 from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.errors import NothingToCheckpointError
 
@@ -84,7 +85,7 @@ def checkpoint(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Runs ``fn(*args, **kwargs)``, forgets what it saved for the backward, and replays it there.
 
     All arguments belong to ``fn``; options live on `Checkpoint`. The gradients are those of the plain call, bit
-    for bit where its operations are deterministic. Without grad mode it is a plain call.
+    for bit where its operations are deterministic. Without grad mode, and in torch.func transforms, it is a plain call.
 
     Raises:
         NothingToCheckpointError: there is no tensor among the arguments and the result needs no gradient.
@@ -152,7 +153,7 @@ def _run(
         return run_traced(options, fn, args, kwargs, context_fn)
     if not callable(fn):
         raise not_callable(fn)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_transformed():
         return fn(*args, **kwargs)
     forward_context, replay_context = (None, None) if context_fn is None else context_fn()
     takes_turn = depth() == 0

@@ -13,6 +13,7 @@ from recoup.checkpointing.groups import Group, check_groups
 from recoup.checkpointing.mismatch import describe_function
 from recoup.checkpointing.replay import depth, pop_hooks, push_hooks
 from recoup.checkpointing.segment import Segment
+from recoup.checkpointing.transforms import is_transformed
 from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.errors import CheckpointError
 
@@ -76,7 +77,7 @@ class Span:
         if torch.compiler.is_compiling():
             return run_traced(self._options, fn, args, kwargs)
         self._refuse_misuse(fn)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transformed():
             return fn(*args, **kwargs)
         if self._segment is None:
             self._segment = Segment(self._options, self._groups)

@@ -27,16 +27,12 @@ from recoup.policies import Policy
 __all__ = ["apply", "is_applied", "remove"]
 
 
-class _Engine:
-    """What the stand-ins of one model share: the plan, and where the present step stands."""
+class _Engine(Nesting):
+    """What the stand-ins of one model share: the plan; and where the step stands that this thread runs."""
 
     def __init__(self, items: Sequence[Item], recipes: dict[int, tuple[Recipe, ...]], watch: Watch) -> None:
         self.items, self.recipes, self.watch = tuple(items), recipes, watch
-        self._begin()
-
-    def _begin(self) -> None:
         self.depth = 0
-        self.nesting = Nesting()
         self.reset()
 
     def reset(self) -> None:
@@ -44,12 +40,8 @@ class _Engine:
         self.run = Run(self.items, self.recipes)
         self.num_calls: dict[nn.Module, int] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"items": self.items, "recipes": self.recipes, "watch": self.watch}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
+    def __reduce__(self) -> Any:
+        return _Engine, (self.items, self.recipes, self.watch)
 
 
 class _Planned(StandIn):
@@ -100,16 +92,14 @@ class _UnitForward(_Planned):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine.nesting.is_inside or not torch.is_grad_enabled():
+        if engine.is_inside or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if self.training is not None and self.module.training != self.training:
             engine.watch.at_unit_in_other_mode(self.training)
             return self.original(*args, **kwargs)
         if engine.watch.is_recomputed_by_others():
             return self.original(*args, **kwargs)
-        return engine.run(
-            PlannedCall(self._unit(), self.module, self.original, engine.nesting), *args, **kwargs
-        )
+        return engine.run(PlannedCall(self._unit(), self.module, self.original, engine), *args, **kwargs)
 
     def _unit(self) -> int:
         if len(self.units) == 1:

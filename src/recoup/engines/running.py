@@ -12,6 +12,7 @@ NOTE [ How a fitted model runs ]
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ _CHECKPOINT = Checkpoint()
 Recipes = Mapping[int, Sequence[Recipe]]
 
 
-class Nesting:
-    """Whether a unit's forward is running, at first or again."""
+class Nesting(threading.local):
+    """Whether this thread runs a unit's forward, at first or again: backwards may run in a thread of their own."""
 
     is_inside = False
 

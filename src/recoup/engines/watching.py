@@ -15,6 +15,7 @@ NOTE [ Leaving what was measured ]
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -51,6 +52,12 @@ class _Graph:
             self._outputs = []
 
 
+class _Here(threading.local):
+    """The call that this thread runs: the mode of the plan of units that ran plainly in it, if any did."""
+
+    planned_mode: bool | None = None
+
+
 class Watch:
     """Tells where the calls of a fitted model differ from what its plan was measured with.
 
@@ -71,7 +78,7 @@ class Watch:
         self._largest = {} if self.conditions is None else self.conditions.largest
         self._names: tuple[str, ...] | None = None
         self._graphs: list[weakref.ref[_Graph]] = []
-        self._planned_mode: bool | None = None
+        self._here = _Here()
         self._parameter: Callable[[], Tensor | None] = _nothing
         self._trained: list[weakref.ref[nn.Parameter]] | None = None
 
@@ -94,7 +101,7 @@ class Watch:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A call with gradients begins."""
-        self._planned_mode = None
+        self._here.planned_mode = None
         measured = self.conditions
         if measured is None or module.training != measured.training:
             return
@@ -138,17 +145,17 @@ class Watch:
     def after(self, output: Any) -> None:
         """A call with gradients has ended: waits for its backward."""
         measured = self.conditions
-        if measured is None and self._planned_mode is None:
+        if measured is None and self._here.planned_mode is None:
             return
         outputs = list(_outputs(output))
         if not outputs:
             return
         held = [] if self.holds_output else [weakref.ref(tensor) for tensor in outputs if tensor.numel() > 1]
-        graph = _Graph(self, held, self._planned_mode)
+        graph = _Graph(self, held, self._here.planned_mode)
         nodes: set[Any] = {tensor.grad_fn for tensor in outputs}
         for node in nodes:
             node.register_prehook(graph.at_backward)
-        if self._planned_mode is None:
+        if self._here.planned_mode is None:
             self._graphs.append(weakref.ref(graph))
 
     def at_backward(self, planned_mode: bool | None, outputs: list[weakref.ref[Tensor]]) -> None:
@@ -178,7 +185,7 @@ class Watch:
 
     def at_unit_in_other_mode(self, planned: bool) -> None:
         """A unit is called with gradients and runs plainly; its plan is for training mode, or not."""
-        self._planned_mode = planned
+        self._here.planned_mode = planned
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def at_compiling(self) -> int:

@@ -41,8 +41,13 @@ def read_budget(
         return read_share(f"{100 * (1 - _MARGIN)}%" if text == "auto" else budget, hardware.memory_bytes)
     meter = make_meter(device_of(model, sample))
     if text == "auto":
-        resident = sum(storages_of([*model.parameters(), *model.buffers(), sample]).values())
-        return int(resident + meter.free_bytes() * (1 - _MARGIN))
+        resident_bytes = sum(storages_of([*model.parameters(), *model.buffers(), sample]).values())
+        free_bytes = meter.free_bytes()
+        if not free_bytes:
+            raise SizeError(
+                "How much memory is free cannot be read here: give bytes for budget=, such as '8GiB'."
+            )
+        return int(resident_bytes + free_bytes * (1 - _MARGIN))
     return read_share(budget, meter.total_bytes())
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from recoup.errors import SampleError
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.tracker import MemoryTracker
 
@@ -86,7 +87,7 @@ def watch_calls(step: TrainingStep) -> ModuleCall:
     try:
         with torch.no_grad():
             return _watch_calls(step)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, SampleError):
         raise
     except Exception as first:
         try:
@@ -129,7 +130,16 @@ def _calls_noted(root: ModuleCall, names: dict[nn.Module, str], memory: MemoryTr
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if module in names and stack[-1].module is module:
-            stack.pop().made_bytes += memory.made_bytes
+            call = stack.pop()
+            call.made_bytes += memory.made_bytes
+            if isinstance(output, Iterator):
+                # Its code runs when others ask for the items: what it calls belongs to them.
+                if not call.name:
+                    raise SampleError(
+                        f"The forward of {type(module).__name__} is a generator: its code has not run when it returns."
+                        " Let it return a list of what it yields."
+                    )
+                stack[-1].inside.remove(call)
 
     handles = [
         hooks.register_module_forward_pre_hook(enter),

@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from recoup.measuring.storages import num_owners, plain_tensors
+from recoup.measuring.storages import num_owners, plain_tensors, storages
 
-__all__ = ["HeldStorage", "HeldValues", "held_gradient"]
+__all__ = ["HeldStorage", "HeldValues", "held_data", "held_gradient", "held_hooks"]
 
 # The tensor itself, and the Python object of its storage.
 _NUM_OWNERS_OF_OWN_STORAGE = 2
@@ -89,18 +89,31 @@ class HeldValues:
         return restore
 
     def _tensor(self, tensor: Tensor) -> Callable[[], Any]:
-        if is_lazy(tensor) or tensor.layout is not torch.strided:
+        parts = [] if is_lazy(tensor) else list(plain_tensors(tensor))
+        if parts and parts[0] is not tensor:
+            return self._compound(tensor, parts)
+        if not parts or tensor.layout is not torch.strided:
             return lambda: tensor
-        parts = list(plain_tensors(tensor))
-        if parts[0] is not tensor:
-            restore_parts = self.hold(parts)
-            return lambda: (restore_parts(), tensor)[1]
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":
             return lambda: tensor
         if id(storage) not in self._storages:
             self._storages[id(storage)] = HeldStorage(storage)
         return _HeldTensor(tensor, self._storages[id(storage)]).restore
+
+    def _compound(self, tensor: Tensor, parts: list[Tensor]) -> Callable[[], Any]:
+        """A wrapper subclass, or a sparse tensor, which may get other parts when it is written to."""
+        restore_parts = self.hold(parts)
+        then = None if tensor.layout is torch.strided else tensor.detach()
+
+        def restore() -> Tensor:
+            restore_parts()
+            now = [part.data_ptr() for part in plain_tensors(tensor)]
+            if then is not None and now != [part.data_ptr() for part in parts]:
+                tensor.data = then
+            return tensor
+
+        return restore
 
 
 class HeldStorage:
@@ -173,6 +186,33 @@ def held_gradient(parameter: Tensor) -> Callable[[], None]:
             gc.collect()  # what the block left in cycles
             _fill(storage, host)
         parameter.grad = gradient
+
+    return restore
+
+
+def held_data(tensor: Tensor) -> Callable[[], None]:
+    """Notes a tensor's own storage, which ``tensor.data = …`` replaces; returns what gives it back."""
+    then = tensor.data
+
+    def restore() -> None:
+        if [one._cdata for one in storages(tensor.data)] != [one._cdata for one in storages(then)]:
+            tensor.data = then
+
+    return restore
+
+
+def held_hooks(tensor: Tensor) -> Callable[[], None]:
+    """Notes the hooks on a tensor's gradient; returns what takes others off, as often as it is called."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    then = {name: dict(getattr(tensor, name, None) or {}) for name in names}
+
+    def restore() -> None:
+        for name, hooks in then.items():
+            now = getattr(tensor, name, None)
+            # In place: autograd, and the handles that remove hooks, know this dictionary.
+            if now is not None and list(now) != list(hooks):
+                now.clear()
+                now.update(hooks)
 
     return restore
 

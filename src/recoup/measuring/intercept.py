@@ -13,11 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from recoup.errors import ApplyError
 from recoup.measuring.tracing import is_traced
 
 __all__ = ["StandIn", "install", "installed", "intercepted", "own_forward", "suspended", "uninstall"]
 
 _FORWARD = "forward"
+_REPLICATE = "_replicate_for_data_parallel"
 _OF_FUNCTIONS = frozenset(
     (
         "__annotations__",
@@ -103,11 +105,24 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 def install(module: nn.Module, stand_in: Callable[..., Any]) -> None:
     """Lets ``stand_in`` run instead of the module's forward; hooks of others run around it as before."""
     module.__dict__[_FORWARD] = stand_in
+    if isinstance(stand_in, StandIn):
+        # A replica has the same stand-in, which does not know whom it runs for.
+        module.__dict__[_REPLICATE] = _refuse_replicas
+
+
+def _refuse_replicas() -> None:
+    raise ApplyError(
+        "nn.DataParallel copies a model that has a plan, and the copies would run the original's parameters: use"
+        " nn.parallel.DistributedDataParallel with one process per device, or take the plan off with"
+        " recoup.remove(model)."
+    )
 
 
 def uninstall(module: nn.Module, original: Callable[..., Any]) -> None:
     """Puts the forward back that was there: the class's own, or one that someone had set on the instance."""
     function = getattr(original, "__func__", None)
+    if not isinstance(original, StandIn):
+        module.__dict__.pop(_REPLICATE, None)
     # A scripted forward is no method of the class: the instance has it.
     if function is not None and function is getattr(type(module), _FORWARD, None):
         module.__dict__.pop(_FORWARD, None)

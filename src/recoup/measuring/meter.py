@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -17,6 +16,7 @@ from torch import nn
 from torch.autograd import grad as run_grad
 
 from recoup.errors import SampleError
+from recoup.measuring.host_memory import host_memory
 from recoup.measuring.tracker import MemoryTracker
 from recoup.measuring.trees import tensors_in
 
@@ -128,11 +128,11 @@ class Meter(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """What the device could still give."""
+        """What the device could still give; 0 if that is not known."""
 
     @abstractmethod
     def total_bytes(self) -> int:
-        """All that the device has."""
+        """All that the device has; 0 if that is not known."""
 
 
 class CpuMeter(Meter):
@@ -185,10 +185,10 @@ class CpuMeter(Meter):
         return second - first
 
     def free_bytes(self) -> int:
-        return _host_memory("MemAvailable")
+        return host_memory().free_bytes
 
     def total_bytes(self) -> int:
-        return _host_memory("MemTotal")
+        return host_memory().total_bytes
 
 
 class CudaMeter(Meter):
@@ -309,18 +309,6 @@ def _host_s(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
-
-
-def _host_memory(field: str) -> int:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith(f"{field}:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    pages = "SC_AVPHYS_PAGES" if field == "MemAvailable" else "SC_PHYS_PAGES"
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def make_meter(device: torch.device) -> Meter:

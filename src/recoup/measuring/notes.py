@@ -7,7 +7,7 @@ lists; what runs a unit several times must leave none of that behind.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import copy_context
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup.measuring.held import held_hooks
+from recoup.measuring.reached import is_machinery
 from recoup.measuring.trees import version_of
 
 __all__ = ["Notes"]
@@ -27,13 +29,14 @@ _CONTEXT_DEPTH = 2
 _CONTAINERS = (list, dict, set, deque)
 _FIXED = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, torch.Size, torch.dtype)
 
+_STRUCTURE = frozenset(vars(nn.Module()))
+
 
 class Notes:
     """Containers, attributes, tensors and generators, as they stood.
 
-    >>> class Cache: ...
-    >>> cache = Cache()
-    >>> cache.entries = [1]
+    >>> from types import SimpleNamespace
+    >>> cache = SimpleNamespace(entries=[1])
     >>> notes = Notes()
     >>> notes.add_object("cache", cache)
     >>> cache.entries.append(2)
@@ -48,21 +51,23 @@ class Notes:
         self._places: list[tuple[str, Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._hooks: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
 
     def add_object(self, name: str, value: Any, depth: int = _DEEPEST) -> None:
         """Notes an object, and what lies in it."""
-        if id(value) in self._seen or depth == 0 or isinstance(value, _FIXED):
+        if id(value) in self._seen or depth == 0 or isinstance(value, _FIXED) or is_machinery(value):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self._tensors.append((name, value, version_of(value)))
+            self._hooks.append(held_hooks(value))
         elif isinstance(value, torch.Generator):
             self._generators.append((value, value.get_state()))
         elif isinstance(value, _CONTAINERS):
             if len(value) <= _MOST_ITEMS:
                 self._add_place(name, value, _items(name, value), depth)
-        elif attributes := getattr(value, "__dict__", None):
+        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
             self._add_place(
                 name, attributes, ((f"{name}.{key}", item) for key, item in attributes.items()), depth
             )
@@ -73,7 +78,7 @@ class Notes:
             self.add_object(path, item, depth - 1)
 
     def add_modules(self, root: nn.Module) -> None:
-        """Notes the attributes of a module and of all inside it, with lists, dicts and generators there."""
+        """Notes the attributes of a module and of all inside it, what lies in them, and hooks."""
         for name, module in root.named_modules():
             self._add_module(name, module)
 
@@ -81,13 +86,12 @@ class Notes:
         if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
             return
         self._places.append((name, vars(module), vars(module).copy()))
-        for key, value in vars(module).items():
-            if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
-                # As add_object does, without looking into it: a module has a dozen of these.
-                self._seen[id(value)] = value
-                self._places.append((f"{name}.{key}", value, value.copy()))
-            elif isinstance(value, torch.Generator):
+        self._hooks += map(held_hooks, (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        for key, value in list(vars(module).items()):
+            if key not in _STRUCTURE:
                 self.add_object(f"{name}.{key}", value)
+            elif isinstance(value, _CONTAINERS):
+                self._places.append((f"{name}.{key}", value, value.copy()))
 
     def add_hooks(self, root: nn.Module) -> None:
         """Notes what the hooks of a module, and of all inside it, may fill: what they close over and belong to."""
@@ -119,6 +123,8 @@ class Notes:
                 (place.update if isinstance(place, (dict, set)) else place.extend)(then)
         for generator, state in self._generators:
             generator.set_state(state)
+        for restore in self._hooks:
+            restore()
 
 
 def _reached(hook: Any) -> Iterator[Any]:

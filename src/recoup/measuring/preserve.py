@@ -7,19 +7,20 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recoup.checkpointing.sampling import sampling
-from recoup.measuring.held import HeldValues, held_gradient
+from recoup.measuring.held import HeldValues, held_data, held_gradient
 from recoup.measuring.notes import Notes
 from recoup.measuring.optimizers import Optimizers, read_optimizers
 from recoup.measuring.reached import Reached
 from recoup.measuring.storages import tensors
 from recoup.measuring.writes import Writes
 
-__all__ = ["held_random_state", "preserving"]
+__all__ = ["gradient_owners", "held_random_state", "preserving"]
 
 _COLLECTIONS = (
     "_parameters",
@@ -34,6 +35,13 @@ _COLLECTIONS = (
     "_forward_pre_hooks_with_kwargs",
 )
 _FLAGS = ("training", "_is_full_backward_hook")
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+)
 
 
 @contextmanager
@@ -48,10 +56,10 @@ def preserving(
     """Puts a model back as it was, whatever the block does with it, also if the block raises.
 
     Back are: buffers (objects and values), `.grad` of the parameters, `requires_grad`, training mode, hooks and
-    attributes of every module with lists and dicts there, and the random state of Python, NumPy and torch. Inside, all
-    `.grad` are None, so that a step starts afresh; on an accelerator the old ones wait in host memory and return as the
-    same tensors. After a `torch.OutOfMemoryError` the local variables of the calls that raised it are cleared, to make
-    room for them.
+    attributes of every module with lists and dicts there, the random state of Python, NumPy and torch, and torch's
+    settings, such as the default dtype. Inside, all `.grad` are None, so that a step starts afresh; on an accelerator
+    the old ones wait in host memory and return as the same tensors. After a `torch.OutOfMemoryError` the local
+    variables of the calls that raised it are cleared, to make room for them.
 
     Args:
         model: the model that the block runs.
@@ -71,12 +79,13 @@ def preserving(
     models = [model, *reached.modules]
     optimizers = list(dict.fromkeys([*read_optimizers(optimizer), *reached.optimizers]))
     groups = [group["params"] for stepped in optimizers for group in stepped.param_groups]
-    owned = [parameter for one in models for parameter in one.parameters()]
+    owned = [tensor for one in models for tensor in gradient_owners(one)]
     parameters = list(dict.fromkeys([*owned, *tensors(groups), *reached.leaves]))
     # Put back from the last to the first: gradients of the block make room before anything else returns.
     with ExitStack() as exits:
         exits.enter_context(sampling("never"))
         exits.callback(held_random_state())
+        exits.callback(_held_settings())
         exits.callback(_held_modules([module for one in models for module in one.modules()]))
         notes = Notes()
         for one in models:
@@ -84,6 +93,10 @@ def preserving(
         exits.callback(notes.put_back)
         exits.callback(reached.hold())
         exits.callback(_held_requires_grad(parameters))
+        # Unless their values are held below, and with them what they lie in.
+        for one in models[everything:]:
+            for owner in gradient_owners(one):
+                exits.callback(held_data(owner))
         for parameter in parameters:
             exits.callback(held_gradient(parameter))
         values = HeldValues()
@@ -136,6 +149,22 @@ def _held_modules(modules: Iterable[nn.Module]) -> Callable[[], None]:
                 setattr(module, name, flag)
 
     return restore
+
+
+def _held_settings() -> Callable[[], None]:
+    settings = [(get, put, get()) for get, put in _SETTINGS]
+
+    def restore() -> None:
+        for get, put, then in settings:
+            if get() != then:
+                put(then)
+
+    return restore
+
+
+def gradient_owners(model: nn.Module) -> list[Tensor]:
+    """A model's tensors that a backward may give a `.grad`: parameters, and buffers that need one."""
+    return [*model.parameters(), *(b for b in model.buffers() if b.requires_grad and b.is_leaf)]
 
 
 def held_random_state() -> Callable[[], None]:

@@ -40,8 +40,9 @@ from torch.optim import Optimizer
 
 from recoup.checkpointing.own_code import attribute_names, file_of, global_names, is_library, slots_of
 from recoup.measuring.compiled import is_compiled_function
+from recoup.measuring.held import held_data, held_hooks
 
-__all__ = ["Reached", "hooks_of"]
+__all__ = ["Reached", "hooks_of", "is_machinery"]
 
 _MOST_OBJECTS = 200_000
 _MOST_ITEMS = 10_000
@@ -138,7 +139,7 @@ class Reached:
                 self._visit(name, value, is_own)
 
     def _visit(self, name: str, value: Any, is_own: bool) -> None:
-        if id(value) in self._seen or _is_machinery(value):
+        if id(value) in self._seen or is_machinery(value):
             return
         self._seen[id(value)] = value
         if is_compiled_function(value) and not self._is_rest:
@@ -158,18 +159,17 @@ class Reached:
                 self._visit_class(name, value, is_own)
             case nn.Module():
                 self.modules.append(value)
-                self._holders += [
-                    functools.partial(_hold_data, parameter) for parameter in value.parameters()
-                ]
                 self._visit_modules(name, value)
             case Optimizer():
                 self.optimizers.append(value)
                 rest = ((k, item) for k, item in vars(value).items() if k not in ("param_groups", "state"))
                 self._queue(rest, False)
             case Tensor():
-                if value.requires_grad and value.is_leaf:
-                    self.leaves.append(value)
-                    self._holders.append(functools.partial(_hold_data, value))
+                self._holders.append(functools.partial(held_data, value))
+                if value.requires_grad:
+                    self._holders.append(functools.partial(held_hooks, value))
+                    if value.is_leaf:
+                        self.leaves.append(value)
             case torch.Generator():
                 self._holders.append(functools.partial(_hold_generator, value))
             case random.Random():
@@ -298,7 +298,8 @@ def _package_of(root: Any) -> str:
     return "" if _FRAMEWORKS.fullmatch(package) else package
 
 
-def _is_machinery(value: Any) -> bool:
+def is_machinery(value: Any) -> bool:
+    """Whether a value is none of the user's: a lock, a logger, something of ours."""
     package = value.__module__ if isinstance(value, (FunctionType, type)) else type(value).__module__
     is_machinery = _MACHINERY.fullmatch(_root_of(package)) is not None
     return is_machinery and not isinstance(value, (nn.Module, Tensor))
@@ -341,17 +342,6 @@ def _hold_array(array: Any) -> Restore:
 
     def restore() -> None:
         array[...] = then
-
-    return restore
-
-
-def _hold_data(tensor: Tensor) -> Restore:
-    """A tensor's own storage: averages are often made anew, by ``tensor.data = …``."""
-    then = tensor.data
-
-    def restore() -> None:
-        if tensor.data.untyped_storage()._cdata != then.untyped_storage()._cdata:
-            tensor.data = then
 
     return restore
 

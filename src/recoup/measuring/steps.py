@@ -15,7 +15,7 @@ from recoup.errors import LossError, SampleError
 from recoup.measuring.compiled import check_not_compiled
 from recoup.measuring.lazy import check_initialised
 from recoup.measuring.optimizers import Optimizers, read_optimizers
-from recoup.measuring.preserve import preserving
+from recoup.measuring.preserve import gradient_owners, preserving
 from recoup.measuring.reached import Reached, hooks_of
 from recoup.measuring.samples import Sample, describe_sample, read_sample
 from recoup.measuring.writes import Writes
@@ -59,7 +59,7 @@ class TrainingStep:
             *(("a hook", h) for h in hooks_of(model)),
         ]
         self._roots = roots
-        self.reached = Reached(roots, known=model)
+        self.reached = self.reach()
         stepped = self.reached.optimizers if self.changes_parameters else []
         self.optimizers = read_optimizers([*read_optimizers(optimizer), *stepped])
         self.writes = Writes()
@@ -78,22 +78,37 @@ class TrainingStep:
         """All that the sample holds."""
         return (self.args, self.kwargs, self.targets)
 
+    def reach(self) -> Reached:
+        """What its code can get at now: what it was may have been replaced meanwhile."""
+        return Reached(self._roots, known=self.model)
+
     @property
     def changes_parameters(self) -> bool:
         """Whether running it may step an optimizer: in a callable of the user's, or in a hook of a parameter."""
         hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in self.model.parameters())
         return self.step is not None or any(hooks)
 
-    def preserved(self) -> AbstractContextManager[None]:
-        """A block that may run the step, and leaves no trace of it."""
-        return preserving(
-            self.model,
-            self.optimizers,
-            everything=self.changes_parameters,
-            # Anew each time: what was reached may have been replaced meanwhile.
-            reached=Reached(self._roots, known=self.model),
-            writes=self.writes,
-        )
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """A block that may run the step, and leaves no trace of it.
+
+        Raises:
+            SampleError: a second step goes through the graph of the first, by way of a buffer.
+        """
+        everything = self.changes_parameters
+        try:
+            with preserving(
+                self.model, self.optimizers, everything=everything, reached=self.reach(), writes=self.writes
+            ):
+                yield
+        except RuntimeError as error:
+            buffers = [name for name, one in self.model.named_buffers() if one.grad_fn is not None]
+            if _SECOND_TIME not in str(error) or not buffers:
+                raise
+            raise SampleError(
+                f"Buffer {buffers[0]!r} of {type(self.model).__name__} was computed with gradients before this step, so"
+                " every step but the first finds its graph freed. Compute it in the forward, or register its detach()."
+            ) from error
 
     def finding_writes(self) -> AbstractContextManager[None]:
         """A block that runs the step for the first time: what it writes to is put back, then and later."""
@@ -183,7 +198,7 @@ class TrainingStep:
 
         trained = self._trained()
         # So that it does the same each time, from the same counters.
-        put_back = Reached(self._roots, known=self.model).hold()
+        put_back = self.reach().hold()
         if self.leaves_gradients:
             with _disable_current_modes():
                 self._give_gradients(self.model.parameters())
@@ -210,7 +225,7 @@ class TrainingStep:
                     parameter.grad = torch.zeros_like(parameter)
 
     def _trained(self) -> list[Tensor]:
-        owned = [p for one in (self.model, *self.reached.modules) for p in one.parameters()]
+        owned = [p for one in (self.model, *self.reached.modules) for p in gradient_owners(one)]
         return [tensor for tensor in (*owned, *self.reached.leaves) if tensor.requires_grad]
 
     @contextmanager
@@ -229,6 +244,7 @@ class TrainingStep:
             torch.autograd.grad = original
 
 
+_SECOND_TIME = "backward through the graph a second time"
 _STEP_IN_PIECES = (
     "While it is measured, units run one at a time and every gradient is 0: leave out of it what depends on the values"
     " of gradients, or give a sample and loss= instead."
@@ -270,6 +286,12 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
         raise SampleError(f"loss= is the class {loss.__name__}: give an object of it, {loss.__name__}().")
     if loss is not None and not callable(loss):
         raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise SampleError(
+            "The model is, or contains, an nn.DataParallel, whose copies would run the original's parameters under a"
+            " plan: fit the module inside it, and train with nn.parallel.DistributedDataParallel, one process per"
+            " device, or on one device."
+        )
     check_initialised(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SampleError(

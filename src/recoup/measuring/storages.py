@@ -12,6 +12,16 @@ from torch.utils._pytree import tree_iter
 
 __all__ = ["num_owners", "plain_tensors", "storages", "tensors"]
 
+_BY_ROW = ("crow_indices", "col_indices", "values")
+_BY_COLUMN = ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}
+
 
 def tensors(tree: Any) -> Iterator[Tensor]:
     """All tensors in nested lists, tuples and dictionaries.
@@ -23,18 +33,24 @@ def tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor itself, or the parts of a wrapper subclass (such as a sharded tensor) that hold its bytes."""
+    """The tensor itself, or what holds its bytes: parts of a wrapper subclass (a sharded tensor), or of a sparse one.
+
+    >>> [part.dtype for part in plain_tensors(torch.eye(3).to_sparse())]
+    [torch.int64, torch.float32]
+    """
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()
         for name in names:
             yield from plain_tensors(getattr(wrapper, name))
+    elif tensor.layout in _SPARSE_PARTS:
+        yield from (getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout])
     else:
         yield tensor
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages that hold its bytes: none for sparse tensors.
+    """The storages that hold its bytes.
 
     >>> [storage.nbytes() for storage in storages(torch.zeros(10)[:3])]
     [40]

@@ -98,18 +98,21 @@ class UnitCall:
 
 
 class LeakError(UnitError):
-    """Code outside a unit has a tensor of its inside, so that gradients do not come through its outputs alone.
+    """A unit that cannot be cut off from the code around it at its arguments and outputs.
 
     Attributes:
         module: the unit.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        super().__init__(
-            f"Unit {name!r} gives a tensor to code outside by another way than its output: a list, an attribute or a"
-            " variable of others. Return it from the unit's forward, or choose other units with units=."
-        )
+    def __init__(self, name: str, what: str, module: nn.Module) -> None:
+        super().__init__(f"Unit {name!r} {what}, or choose other units with units=.")
         self.module = module
+
+
+_LEAKS = (
+    "gives a tensor to code outside by another way than its output: a list, an attribute or a variable of others."
+    " Return it from the unit's forward"
+)
 
 
 class _ForgottenError(Exception):
@@ -288,7 +291,7 @@ def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> 
     try:
         running.run()
     except _ForgottenError as error:
-        raise LeakError(error.call.name, error.call.module) from error
+        raise LeakError(error.call.name, _LEAKS, error.call.module) from error
     except RuntimeError as error:
         if _REENTRANT not in str(error):
             raise

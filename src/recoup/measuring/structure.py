@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from recoup.checkpointing.replay import pop_hooks, push_hooks
-from recoup.errors import LossError
+from recoup.errors import CheckpointError, LossError
 from recoup.measuring.calls import kind_of_module
 from recoup.measuring.intercept import intercepted
 from recoup.measuring.meter import Meter
@@ -225,7 +225,11 @@ class _Looker:
         return tensor.detach()
 
     def enter(self, call: UnitCall) -> None:
-        self._code = self._end_code((call.args, call.kwargs))
+        try:
+            self._code = self._end_code((call.args, call.kwargs))
+        except CheckpointError as error:
+            what = f"cannot be run by itself. {str(error).rstrip('.')}"
+            raise LeakError(call.name, what, call.module) from error
         self._alive = self.numbers.storages(self.tracker.living())
 
     def visit(self, call: UnitCall) -> Any:
@@ -249,9 +253,10 @@ class _Looker:
             elif number is not None and current:
                 inside.setdefault(current[0], {})[number] = storage.nbytes()
 
-        with _noting_inside(self.inside.get(call.module, []), current, in_place):
-            output = call.glance(note)
         names = {module: name for name, module in call.module.named_modules()}
+        called = [module for module in self.inside.get(call.module, []) if module in names]
+        with _noting_inside(called, current, in_place):
+            output = call.glance(note)
         saved_inside = {
             names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
         }

@@ -10,11 +10,11 @@ from torch.fx import _symbolic_trace
 from torch.utils.checkpoint import checkpoint
 
 from recoup.checkpointing import is_replaying
+from recoup.checkpointing.transforms import is_transformed
 
 __all__ = ["is_recomputed_by_others", "is_traced"]
 
 # Private names, each of which a version of torch may lack.
-_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 _is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", lambda: False)
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -32,12 +32,7 @@ def is_traced() -> bool:
     False
     """
     # The compiler folds the first into a constant and never looks at the others.
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or _transform() is not None
-        or _is_fx_tracing()
-    )
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or is_transformed() or _is_fx_tracing()
 
 
 def is_recomputed_by_others() -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recoup.measuring.storages import storages
 from recoup.sizes import format_bytes
 
 __all__ = ["MemoryTracker"]
@@ -131,15 +132,17 @@ class MemoryTracker(TorchDispatchMode):
         seen = self._seen
         for value in values:
             if isinstance(value, Tensor):
+                found: Iterable[torch.UntypedStorage]
                 try:
-                    storage = value.untyped_storage()
-                except NotImplementedError:  # sparse: no storage of its own
-                    continue
-                known = seen.get(id(storage))
-                if known is None:
-                    self._meet(storage, is_new and self._counts(value))
-                elif known.num_bytes != storage.nbytes():
-                    self._resized(known, storage.nbytes())
+                    found = (value.untyped_storage(),)
+                except NotImplementedError:  # sparse: those of its parts
+                    found = storages(value)
+                for storage in found:
+                    known = seen.get(id(storage))
+                    if known is None:
+                        self._meet(storage, is_new and self._counts(value))
+                    elif known.num_bytes != storage.nbytes():
+                        self._resized(known, storage.nbytes())
             elif isinstance(value, (list, tuple)):
                 self._look(value, is_new)
             elif isinstance(value, dict):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from recoup.checkpointing.arguments import _put_together, _take_apart
+from recoup.measuring.storages import storages
 
 __all__ = ["map_tensors", "named_outputs", "needing_gradient", "storages_of", "tensors_in", "version_of"]
 
@@ -58,8 +59,8 @@ def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
 
 def storages_of(tree: Any) -> dict[int, int]:
     """Bytes by storage: views and aliases count once."""
-    storages = [tensor.untyped_storage() for tensor in tensors_in(tree)]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    found = (storage for tensor in tensors_in(tree) for storage in storages(tensor))
+    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 def version_of(tensor: Tensor) -> int:

@@ -249,7 +249,8 @@ def _matching(
     if not used:
         raise UnitError(
             f"{what} fits {', '.join(map(repr, list(matches)[:3]))}, which the step never calls. Containers such as"
-            " ModuleList are not called: name what is in them, for example 'blocks.*'."
+            " ModuleList are not called, and a forward that is a generator runs elsewhere: name what is in them, for"
+            " example 'blocks.*'."
         )
     return used
 

@@ -5,7 +5,8 @@ NOTE [ Copy on write ]
        was made in that run. So other models, averaged weights, scales and statistics are found without looking for
        them, and data that is only read is not copied.
     2. Later runs, which may be timed and must not be slowed down, hold what the first one wrote.
-    3. What an operation out of the dispatcher's sight writes (NumPy, `.data = …`) is not found.
+    3. What NumPy writes, out of the dispatcher's sight, is not found. A storage that ``.data = …`` replaces is held by
+       others.
 """
 
 from __future__ import annotations
