@@ -156,16 +156,13 @@ class ChainCosts:
         unit = problem.units[index]
         source_bytes = problem.units[index - 1].gradient_bytes if index else problem.input_gradient_bytes
         after_bytes = int(self.after_bytes[index])
-        # The input goes with the backward, unless the unit before may hold it as its output.
-        before = problem.units[index - 1] if index else None
-        is_freed = before is not None and not any(option.holds_output for option in before.options)
-        freed_bytes = before.output_bytes if before is not None and is_freed else 0
+        # What a backward leaves is there when the next action starts, and counted in what that one needs.
+        left_bytes = source_bytes + unit.lasting_bytes if index == 0 else 0
 
         def costs(position: int, option: Option) -> OptionCosts:
             kept_bytes = unit.output_bytes + option.held_bytes
             read_bytes = unit.gradient_bytes + option.held_bytes + option.holds_output * unit.output_bytes
             run_bytes = max(option.replay_transient_bytes, source_bytes + option.backward_transient_bytes)
-            left_bytes = source_bytes + unit.lasting_bytes - freed_bytes
             return OptionCosts(
                 index=position,
                 forward_s=option.forward_s,
