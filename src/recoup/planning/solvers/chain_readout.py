@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from recoup.planning.schedule import Schedule
 from recoup.planning.solvers.chain_costs import ChainCosts, OptionCosts
 from recoup.planning.solvers.chain_table import ChainTable
 
-__all__ = ["keep_everything", "read_schedule", "sweep"]
+__all__ = ["as_schedule", "keep_everything", "read_schedule", "sweep"]
 
 _EDGE = -1
 
@@ -43,6 +44,11 @@ def sweep(first: int, cut: int) -> list[Action]:
     return [head, *(Forward(unit) for unit in range(first + 1, cut))]
 
 
+def as_schedule(costs: ChainCosts, actions: Iterable[Action]) -> Schedule:
+    """Actions without those of the end: see NOTE [ The end ] in ``chain_costs``."""
+    return Schedule(action for action in actions if action.unit < costs.num_units - 1)
+
+
 def keep_everything(costs: ChainCosts, first: int, last: int) -> list[Action]:
     """Forwards and backwards of a part, all under the units' fastest options."""
     options = costs.options(last)
@@ -69,7 +75,7 @@ def read_schedule(table: ChainTable, num_bytes: int) -> Schedule:
             actions += keep_everything(table.costs, item.first, item.last)
         else:
             todo += reversed(_expand(table, item))
-    return Schedule(actions)
+    return as_schedule(table.costs, actions)
 
 
 def _level(table: ChainTable, first: int, last: int, num_bytes: int) -> int:

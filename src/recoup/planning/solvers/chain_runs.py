@@ -22,7 +22,7 @@ from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.solvers.chain_costs import ChainCosts, OptionCosts
 from recoup.planning.solvers.chain_floors import NEVER
-from recoup.planning.solvers.chain_readout import keep_everything, sweep
+from recoup.planning.solvers.chain_readout import as_schedule, keep_everything, sweep
 from recoup.planning.solvers.chain_table import Floats, Rounding
 
 __all__ = ["Run", "RunTable", "find_run", "read_run_schedule"]
@@ -54,10 +54,9 @@ class Run(NamedTuple):
 
 
 def find_run(problem: Problem) -> Run:
-    """The longest run of units that are equal in all that the recurrences read, the last unit excluded.
+    """The longest run of units that are equal in all that the recurrences read, the sizes of their inputs included.
 
-    The sizes of a unit's input belong to it, and whether the unit before may hold it. The last unit is special
-    because its gradient comes late.
+    The last unit is special, because nothing reads its output.
 
     >>> from recoup.planning.problem import Unit
     >>> units = [
@@ -73,7 +72,7 @@ def find_run(problem: Problem) -> Run:
         sizes = (unit.output_bytes, unit.gradient_bytes)
         flags = (unit.skips, unit.runs_once)
         numbers.append((unit.options, *sizes, unit.lasting_bytes, *flags, source))
-        source = (*sizes, any(option.holds_output for option in unit.options))
+        source = sizes
     best, first = Run(0, 1), 0
     for index in range(1, len(numbers) - 1):
         if numbers[index] != numbers[index - 1]:
@@ -328,7 +327,7 @@ def read_run_schedule(table: RunTable, level: int) -> Schedule:
             actions += keep_everything(table.costs, item.first, item.last)
         else:
             todo += reversed(_expand(table, item))
-    return Schedule(actions)
+    return as_schedule(table.costs, actions)
 
 
 def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
