@@ -33,6 +33,8 @@ class OptionCosts:
         forward_bytes: what the forward needs, without the gradients that are there meanwhile [ā + of].
         backward_bytes: what the backward needs, with all gradients [δ + ā + ob].
         is_direct: whether the backward can run from the input alone, with no forward of its own.
+        holds_output: whether the output stays until the backward has run.
+        freed_bytes: of the unit's input, what goes with the forward: see NOTE [ Inputs that go ].
     """
 
     index: int
@@ -42,6 +44,8 @@ class OptionCosts:
     forward_bytes: int
     backward_bytes: int
     is_direct: bool
+    holds_output: bool = False
+    freed_bytes: int = 0
 
     @property
     def total_s(self) -> float:
@@ -52,6 +56,11 @@ class OptionCosts:
         """The forward that goes with it."""
         return Forward(unit, keep=Keep.OPTION, option=self.index)
 
+    def freeing(self) -> OptionCosts:
+        """The same where nobody else holds the input: what goes of it makes room for all that follows."""
+        kept_bytes, backward_bytes = self.kept_bytes - self.freed_bytes, self.backward_bytes - self.freed_bytes
+        return replace(self, kept_bytes=kept_bytes, backward_bytes=backward_bytes)
+
     @property
     def closing_s(self) -> float:
         """Seconds where the unit ends a part of the chain: a direct backward needs no forward."""
@@ -59,7 +68,7 @@ class OptionCosts:
 
 
 class Options:
-    """The options of all units, as parts of the chain see them that end in the same way.
+    """The options of all units, as parts of the chain see them that begin and end in the same way.
 
     Attributes:
         of: ``of[k]`` are those of unit k.
@@ -102,6 +111,12 @@ class ChainCosts:
         output, which nothing else reads. So the last unit is like any other: it may be swept over, with all units
         before it, and run again from there. Actions of the end are no part of a schedule.
 
+    NOTE [ Inputs that go ]
+        Whether an option may free its unit's input depends on who else holds it: the unit before, if its option holds its
+        output, or a replay, if the unit has been the first of a sweep (``Keep.INPUT``). All that matters is how a part
+        begins. A left part begins where a sweep began, so its input is *held*; so is that of what follows an option that
+        holds its output. The input of a right part, or of what follows another option, is not held.
+
     Attributes:
         num_units: with the end.
         output_bytes: of each unit [a]; of the last unit none, since no unit reads it.
@@ -139,13 +154,22 @@ class ChainCosts:
         ]
         end = OptionCosts(0, 0.0, 0.0, 0, 0, backward_bytes=units[-1].gradient_bytes, is_direct=True)
         self.first_options, self.further_options = Options([*first, [end]]), Options([*further, [end]])
+        #: Of each unit, whether an option frees its input.
+        self.frees = [any(option.freed_bytes for option in options) for options in self.first_options.of]
+        self._freeing = [
+            Options([[option.freeing() for option in unit] for unit in options.of]) if any(self.frees) else options
+            for options in (self.first_options, self.further_options)
+        ]
         self.fastest_is_least = self.first_options.is_fastest_least(
             self.plain_s
         ) and self.further_options.is_fastest_least(self.plain_s)
 
-    def options(self, last: int) -> Options:
-        """The options of a part that ends with a unit: see NOTE [ First and further runs ]."""
-        return self.first_options if last == self.num_units - 1 else self.further_options
+    def options(self, last: int, *, is_held: bool) -> Options:
+        """The options of a part, by its last unit and by its input: see both notes above."""
+        is_further = last < self.num_units - 1
+        if not is_held:
+            return self._freeing[is_further]
+        return self.further_options if is_further else self.first_options
 
     def _options(self, problem: Problem, index: int) -> list[OptionCosts]:
         unit = problem.units[index]
@@ -167,9 +191,14 @@ class ChainCosts:
                 forward_bytes=unit.output_bytes + option.held_bytes + option.forward_transient_bytes,
                 backward_bytes=after_bytes + max(read_bytes + run_bytes, left_bytes),
                 is_direct=not (option.needs_forward or unit.runs_once),
+                holds_output=option.holds_output,
+                freed_bytes=option.freed_input_bytes,
             )
 
-        return [costs(position, option) for position, option in enumerate(unit.options)]
+        found = [costs(position, option) for position, option in enumerate(unit.options)]
+        # A forward that frees the input has to run, though the backward could do without.
+        freeing = [replace(option, is_direct=False) for option in found if option.is_direct and option.freed_bytes]
+        return [*(replace(option, freed_bytes=0) if option.is_direct else option for option in found), *freeing]
 
     def is_never(self, first: int, last: int) -> bool:
         """Whether a part can never be run: see NOTE [ Units that run once ] in ``chain_floors``."""
@@ -186,5 +215,5 @@ class ChainCosts:
         sizes = [*self.output_bytes, *self.before_bytes, *self.first_bytes, *self.sweep_bytes]
         for options in self.first_options.of:
             for option in options:
-                sizes += [option.kept_bytes, option.forward_bytes, option.backward_bytes]
+                sizes += [option.kept_bytes, option.forward_bytes, option.backward_bytes, option.freed_bytes]
         return math.gcd(*map(int, sizes))

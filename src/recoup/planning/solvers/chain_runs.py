@@ -164,7 +164,7 @@ class RunTable:
             return
         self.full[first, last] = self._full(first, last)
         high = self.saturation(first, last)
-        options = self.costs.options(last)
+        options = self.costs.options(last, is_held=True)
         row[high:] = options.full_s(first, last)
         for option in options.of[first]:
             self._fill_option(first, last, option, row[:high])
@@ -182,8 +182,8 @@ class RunTable:
 
     def _full(self, first: int, last: int) -> int:
         if first == last:
-            return self.needed_bytes(first, last, self.costs.options(last).closing[first])
-        option = self.costs.options(last).fastest[first]
+            return self.needed_bytes(first, last, self.costs.options(last, is_held=True).closing[first])
+        option = self.costs.options(last, is_held=True).fastest[first]
         rest = option.kept_bytes + self.full[self.key(first + 1, last)]
         return max(self.needed_bytes(first, last, option), rest)
 
@@ -324,7 +324,7 @@ def read_run_schedule(table: RunTable, level: int) -> Schedule:
         if not isinstance(item, _Part):
             actions.append(item)
         elif item.level >= table.saturation(item.first, item.last):
-            actions += keep_everything(table.costs, item.first, item.last)
+            actions += keep_everything(table.costs, item.first, item.last, is_held=True)
         else:
             todo += reversed(_expand(table, item))
     return as_schedule(table.costs, actions)
@@ -334,7 +334,7 @@ def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
     """One decision: the actions and smaller parts that a part consists of."""
     first, last, level = part
     best_s, choice, cut = float("inf"), 0, 0
-    for index, option in enumerate(table.costs.options(last).of[first]):
+    for index, option in enumerate(table.costs.options(last, is_held=True).of[first]):
         if table.level(table.needed_bytes(first, last, option)) > level:
             continue
         seconds = option.closing_s
@@ -358,7 +358,7 @@ def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
             right,
             _Part(first, cut - 1, table.left_level(part.level, first, cut, last)),
         ]
-    option = table.costs.options(last).of[first][choice]
+    option = table.costs.options(last, is_held=True).of[first][choice]
     backward = Backward(first, option=option.index)
     if first == last and option.is_direct:
         return [backward]
