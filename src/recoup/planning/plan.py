@@ -14,7 +14,6 @@ from recoup.planning.simulation import Simulation
 from recoup.planning.solvers import SOLVERS
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
-from recoup.planning.solvers.freed import PreparedFreeing, frees_inputs
 from recoup.sizes import format_bytes, parse_bytes
 
 __all__ = ["Plan", "frontier", "minimum_budget", "plan"]
@@ -130,8 +129,8 @@ def frontier(
 ) -> tuple[Plan, ...]:
     """The best seconds for every budget: as few plans as describe it, from the smallest budget up.
 
-    Each plan's budget is its own peak: between two points the earlier plan is the one to use. Plans that are
-    no faster than one with fewer bytes are left out.
+    Each point is what ``plan`` finds at the point's budget, which is as a rule its own peak: between two points the
+    earlier plan is the one to use. Plans that are no faster than one with fewer bytes are left out.
 
     Args:
         problem: the step in numbers.
@@ -155,25 +154,16 @@ def frontier(
         chosen = _spread(session.suggested_budgets(), num_points)
     else:
         chosen = sorted({parse_bytes(budget) for budget in budgets})
+    found = [session.tightest(budget) for budget in chosen if budget >= session.smallest_bytes()]
     points: list[Plan] = []
-    for budget_bytes in chosen:
-        if budget_bytes < session.smallest_bytes():
-            continue
-        found = session.plan(budget_bytes)
-        if not points or found.predicted.seconds < points[-1].predicted.seconds * (1 - _SAME_SECONDS):
-            points.append(_at_own_peak(found))
+    for point in sorted(found, key=lambda point: (point.budget_bytes, point.predicted.seconds)):
+        if not points or _is_faster(point, points[-1]):
+            points.append(point)
     return tuple(points)
 
 
-def _at_own_peak(found: Plan) -> Plan:
-    return Plan(
-        problem=found.problem,
-        budget_bytes=found.predicted.peak_bytes,
-        schedule=found.schedule,
-        solver=found.solver,
-        bound=found.bound,
-        predicted=found.predicted,
-    )
+def _is_faster(one: Plan, other: Plan) -> bool:
+    return one.predicted.seconds < other.predicted.seconds * (1 - _SAME_SECONDS)
 
 
 def _spread(budgets: list[int], num_points: int) -> list[int]:
@@ -201,11 +191,7 @@ class _Session:
     def prepared(self, solver: Solver) -> Prepared:
         """A solver's work on the problem, done once."""
         if solver.name not in self._prepared:
-            problem, time_limit_s = self.problem, self.time_limit_s
-            if frees_inputs(problem):
-                self._prepared[solver.name] = PreparedFreeing(problem, solver, time_limit_s=time_limit_s)
-            else:
-                self._prepared[solver.name] = solver.prepare(problem, time_limit_s=time_limit_s)
+            self._prepared[solver.name] = solver.prepare(self.problem, time_limit_s=self.time_limit_s)
         return self._prepared[solver.name]
 
     def smallest_bytes(self) -> int:
@@ -214,12 +200,27 @@ class _Session:
         return min(num_bytes for num_bytes in found if num_bytes is not None)
 
     def suggested_budgets(self) -> list[int]:
-        """Budgets at which the first solver that has an opinion may change its answer."""
+        """The smallest one, and those at which the first solver that has an opinion may change its answer.
+
+        Below that solver's smallest the others are asked.
+        """
+        budgets = [self.smallest_bytes()]
+        above = float("inf")
         for solver in self.solvers:
-            budgets = self.prepared(solver).suggested_budgets()
-            if budgets:
-                return budgets
-        return [self.smallest_bytes()]
+            suggested = [budget for budget in self.prepared(solver).suggested_budgets() if budget < above]
+            budgets += suggested
+            above = min([above, *suggested])
+        return sorted(set(budgets))
+
+    def tightest(self, budget_bytes: int) -> Plan:
+        """The plan for the smallest budget that is known to give as fast a one as this budget."""
+        found = self.plan(budget_bytes)
+        while self.smallest_bytes() <= found.predicted.peak_bytes < found.budget_bytes:
+            closer = self.plan(found.predicted.peak_bytes)
+            if _is_faster(found, closer):
+                break
+            found = closer
+        return found
 
     def plan(self, budget_bytes: int) -> Plan:
         """The best plan of all solvers that have a chance."""
@@ -233,7 +234,7 @@ class _Session:
                 continue
             if found.is_optimal:
                 solved.add(found.bound.schedules)
-            if best is None or found.predicted.seconds < best.predicted.seconds * (1 - _SAME_SECONDS):
+            if best is None or _is_faster(found, best):
                 best = found
         if best is None:
             raise self._budget_error(budget_bytes)
