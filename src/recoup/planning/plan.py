@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from recoup.errors import BudgetError, ProblemError
 from recoup.planning.actions import Backward
+from recoup.planning.checks import check_seconds
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
@@ -147,8 +148,8 @@ def frontier(
     >>> [(point.budget_bytes, point.predicted.seconds) for point in frontier(Problem(units, input_bytes=10))]
     [(100, 12.0), (110, 11.0), (170, 10.0), (230, 9.0)]
     """
-    if num_points < 1:
-        raise ProblemError(f"A frontier needs at least one point; got num_points={num_points}.")
+    if type(num_points) is not int or num_points < 1:
+        raise ProblemError(f"A frontier needs at least one point; got num_points={num_points!r}.")
     session = _Session(problem, time_limit_s=time_limit_s, solvers=solvers)
     if budgets is None:
         chosen = _spread(session.suggested_budgets(), num_points)
@@ -179,6 +180,7 @@ class _Session:
     """A problem with the solvers' shared work, across budgets."""
 
     def __init__(self, problem: Problem, *, time_limit_s: float, solvers: Sequence[Solver]) -> None:
+        check_seconds("The planner", time_limit_s=time_limit_s)
         self.problem = problem
         self.time_limit_s = time_limit_s
         self.solvers = [solver for solver in solvers if solver.applies(problem)]
