@@ -24,7 +24,9 @@ class State(NamedTuple):
     kept: int  # bit i: output i may not be dropped (persistent schedules only)
     held: tuple[int, ...]  # option held for each unit, or NONE
     has_run: int = 0  # bit i: unit i has run (only where that costs anything)
-    freed: tuple[int, ...] = ()  # of each output, bytes that went before the rest (only where options free inputs)
+    freed: tuple[
+        int, ...
+    ] = ()  # of each output, bytes that went before the rest (only where options free inputs)
     replayed: int = 0  # bit i: an earlier forward of unit i kept its input (the same)
     ended: int = 0  # bit i: unit i freed its input, so it does not run forward any more (the same)
 
@@ -39,7 +41,9 @@ class Search:
         self.frees = any(option.freed_input_bytes for unit in self.units for option in unit.options)
         self.skipped_from = {source for unit in self.units for source in unit.skips}
         #: For each output, the last unit that reads it: its backward makes the gradient.
-        self.readers = [max([i + 1, *(k for k, u in enumerate(self.units) if i in u.skips)]) for i in range(self.n)]
+        self.readers = [
+            max([i + 1, *(k for k, u in enumerate(self.units) if i in u.skips)]) for i in range(self.n)
+        ]
 
     def gradient_bytes(self, next_backward: int) -> int:
         """Gradients that are there between two backwards."""
@@ -113,12 +117,18 @@ class Search:
             outputs &= ~(1 << index)
         has_run = state.has_run | self.counts_runs << index
         is_seeded = state.is_seeded or index == self.n - 1
-        after = self.settled(state._replace(is_seeded=is_seeded, outputs=outputs, kept=kept, held=held, has_run=has_run))
+        after = self.settled(
+            state._replace(is_seeded=is_seeded, outputs=outputs, kept=kept, held=held, has_run=has_run)
+        )
         if action.keep is Keep.INPUT and self.frees:
             after = after._replace(replayed=after.replayed | 1 << index)
         yield after
-        freed_bytes = 0 if action.option is None else self.units[index].options[action.option].freed_input_bytes
-        is_held = after.replayed >> index & 1 or self.pinned(held, index - 1) or index - 1 in self.skipped_from
+        freed_bytes = (
+            0 if action.option is None else self.units[index].options[action.option].freed_input_bytes
+        )
+        is_held = (
+            after.replayed >> index & 1 or self.pinned(held, index - 1) or index - 1 in self.skipped_from
+        )
         if freed_bytes and not is_held:
             # Only the last forward of a unit frees its input: the search decides here that this is the last.
             freed = (*after.freed[: index - 1], freed_bytes, *after.freed[index:])
@@ -137,7 +147,8 @@ class Search:
         unit = self.units[index]
         new = (source for source in (index - 1, *unit.skips) if source < 0 or self.readers[source] == index)
         new_bytes = sum(
-            self.units[source].gradient_bytes if source >= 0 else self.problem.input_gradient_bytes for source in new
+            self.units[source].gradient_bytes if source >= 0 else self.problem.input_gradient_bytes
+            for source in new
         )
         for k, option in enumerate(unit.options):
             needs_forward = option.needs_forward or unit.runs_once

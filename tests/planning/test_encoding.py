@@ -136,15 +136,33 @@ def test_an_altered_plan_is_refused() -> None:
 ALTERED: dict[str, tuple[dict[str, Any], str]] = {
     "below the peak": ({"budget_bytes": 1}, "The plan's 'budget_bytes' is 1; its schedule needs"),
     "no number": ({"budget_bytes": "1GiB"}, "The plan's 'budget_bytes' is '1GiB'"),
-    "another budget": ({"budget_bytes": 10**6}, "The plan's 'checksum' is not that of its budget_bytes, solver and bound"),
+    "another budget": (
+        {"budget_bytes": 10**6},
+        "The plan's 'checksum' is not that of its budget_bytes, solver and bound",
+    ),
     "no solver": ({"solver": "oracle"}, "The plan's 'solver' is 'oracle', and there is no such solver"),
-    "another solver": ({"solver": "select"}, "The plan's 'bound' is for 'persistent schedules'; select proves none"),
+    "another solver": (
+        {"solver": "select"},
+        "The plan's 'bound' is for 'persistent schedules'; select proves none",
+    ),
     "another baseline": ({"solver": "greedy"}, "The plan's 'checksum' is not"),
-    "no class": ({"bound": {"seconds": 36.0, "schedules": "good schedules"}}, "The plan's 'bound' is for 'good schedules'"),
-    "another class": ({"bound": {"seconds": 36.0, "schedules": "all schedules"}}, "The plan's 'bound' says 36.0 s for 'all"),
-    "above its seconds": ({"bound": {"seconds": 37.0, "schedules": "persistent schedules"}}, "'bound' says 37.0 s"),
+    "no class": (
+        {"bound": {"seconds": 36.0, "schedules": "good schedules"}},
+        "The plan's 'bound' is for 'good schedules'",
+    ),
+    "another class": (
+        {"bound": {"seconds": 36.0, "schedules": "all schedules"}},
+        "The plan's 'bound' says 36.0 s for 'all",
+    ),
+    "above its seconds": (
+        {"bound": {"seconds": 37.0, "schedules": "persistent schedules"}},
+        "'bound' says 37.0 s",
+    ),
     "too low": ({"bound": {"seconds": 1.0, "schedules": "persistent schedules"}}, "'bound' says 1.0 s"),
-    "not proven": ({"bound": {"seconds": 35.9, "schedules": "persistent schedules"}}, "The plan's 'checksum' is not"),
+    "not proven": (
+        {"bound": {"seconds": 35.9, "schedules": "persistent schedules"}},
+        "The plan's 'checksum' is not",
+    ),
 }
 
 

@@ -75,8 +75,14 @@ def test_illegal_schedules_are_refused(actions, message):
     ("arguments", "message"),
     [
         (((1,), (1.0, 2.0), ((), ())), "one entry per operation"),
-        (((1, -1), (1.0, 2.0), ((), ())), "Operation 1: value_bytes must be a whole number of bytes, at least 0; got -1"),
-        (((1, 1), (1.0, float("nan")), ((), ())), "Operation 1: compute_s must be a finite number of seconds, at least 0; got nan"),
+        (
+            ((1, -1), (1.0, 2.0), ((), ())),
+            "Operation 1: value_bytes must be a whole number of bytes, at least 0; got -1",
+        ),
+        (
+            ((1, 1), (1.0, float("nan")), ((), ())),
+            "Operation 1: compute_s must be a finite number of seconds, at least 0; got nan",
+        ),
         (((1, 1), (1.0, 2.0), ((1,), ())), "must be distinct earlier operations"),
         (((1, 1), (1.0, 2.0), ((), (0, 0))), "must be distinct earlier operations"),
     ],

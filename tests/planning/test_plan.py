@@ -118,7 +118,11 @@ def test_the_frontier_is_what_plan_says() -> None:
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
-@given(problem=st.one_of(tiny_problems(skips=True), tiny_problems(frees=True), tiny_problems(skips=True, frees=True)))
+@given(
+    problem=st.one_of(
+        tiny_problems(skips=True), tiny_problems(frees=True), tiny_problems(skips=True, frees=True)
+    )
+)
 def test_plan_minimum_and_frontier_agree_with_each_other_and_with_all_schedules(problem: Problem) -> None:
     smallest, points = minimum_budget(problem), frontier(problem)
     assert points[0].budget_bytes == smallest
@@ -151,7 +155,9 @@ def test_time_limits_that_are_none(time_limit_s: object) -> None:
         lambda: frontier(blocks(), **limit),  # type: ignore[arg-type]
         lambda: solve_select(blocks(), budget_bytes=7000, **limit),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ProblemError, match="time_limit_s must be a finite number of seconds, at least 0; got"):
+        with pytest.raises(
+            ProblemError, match="time_limit_s must be a finite number of seconds, at least 0; got"
+        ):
             ask()
 
 

@@ -180,7 +180,9 @@ def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
     )
     _check_claims(plan)
     if body["checksum"] != _checksum(body):
-        raise EncodingError("The plan's 'checksum' is not that of its budget_bytes, solver and bound: it has been altered.")
+        raise EncodingError(
+            "The plan's 'checksum' is not that of its budget_bytes, solver and bound: it has been altered."
+        )
     return plan
 
 
@@ -195,7 +197,9 @@ def _check_claims(plan: Plan) -> None:
             f"The plan's 'budget_bytes' is {budget_bytes!r}; its schedule needs {plan.predicted.peak_bytes} bytes."
         )
     if bound.schedules not in (ALL_SCHEDULES, own_class):
-        raise EncodingError(f"The plan's 'bound' is for {bound.schedules!r}; {plan.solver} proves none for these.")
+        raise EncodingError(
+            f"The plan's 'bound' is for {bound.schedules!r}; {plan.solver} proves none for these."
+        )
     # Of a class, at least what holds for all schedules; and for all schedules nothing else is known.
     least_s = min(relaxed_bound(plan.problem, budget_bytes).seconds, plan.predicted.seconds)
     most_s = least_s if bound.schedules == ALL_SCHEDULES else plan.predicted.seconds

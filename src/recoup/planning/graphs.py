@@ -307,7 +307,9 @@ class OpGraph:
                 raise GraphError(f"Operation {index} makes values {twice or op.outputs} a second time.")
             made.update(op.outputs)
         if sum(op.seconds for op in self.operations) > 1e9:
-            raise GraphError("OpGraph: its operations take more than 1e9 seconds; nanoseconds are counted, up to 2**63.")
+            raise GraphError(
+                "OpGraph: its operations take more than 1e9 seconds; nanoseconds are counted, up to 2**63."
+            )
         self._check_values("needed", self.needed)
         self._check_values("resident", self.resident)
 

@@ -54,8 +54,8 @@ class Link:
     def __post_init__(self) -> None:
         check_name("A link", self.name)
         owner = f"Link {self.name!r}"
-        speeds = {"send_bytes_per_s": self.send_bytes_per_s, "fetch_bytes_per_s": self.fetch_bytes_per_s}
-        check_seconds(owner, unit="bytes/s", **speeds)
+        check_seconds(owner, unit="bytes/s", send_bytes_per_s=self.send_bytes_per_s)
+        check_seconds(owner, unit="bytes/s", fetch_bytes_per_s=self.fetch_bytes_per_s)
         if not (self.send_bytes_per_s > 0 and self.fetch_bytes_per_s > 0):
             raise ProblemError(
                 f"{owner}: both bandwidths must be above 0 bytes/s. Leave out a link that cannot move."

@@ -90,6 +90,8 @@ def test_long_chains_free_inputs_within_groups() -> None:
         assert other is not None
         result = simulate(problem, found.schedule)
         assert result.peak_bytes <= budget_bytes
-        assert found.bound.seconds <= result.seconds <= simulate(problem, other.schedule).seconds * (1 + 1e-12)
+        assert (
+            found.bound.seconds <= result.seconds <= simulate(problem, other.schedule).seconds * (1 + 1e-12)
+        )
     assert minimum_budget(problem, solvers=[ChainSolver()], time_limit_s=1.0) == low
     assert prepared.best(low - 1) is None

@@ -58,7 +58,10 @@ class OptionCosts:
 
     def freeing(self) -> OptionCosts:
         """The same where nobody else holds the input: what goes of it makes room for all that follows."""
-        kept_bytes, backward_bytes = self.kept_bytes - self.freed_bytes, self.backward_bytes - self.freed_bytes
+        kept_bytes, backward_bytes = (
+            self.kept_bytes - self.freed_bytes,
+            self.backward_bytes - self.freed_bytes,
+        )
         return replace(self, kept_bytes=kept_bytes, backward_bytes=backward_bytes)
 
     @property
@@ -112,10 +115,11 @@ class ChainCosts:
         before it, and run again from there. Actions of the end are no part of a schedule.
 
     NOTE [ Inputs that go ]
-        Whether an option may free its unit's input depends on who else holds it: the unit before, if its option holds its
-        output, or a replay, if the unit has been the first of a sweep (``Keep.INPUT``). All that matters is how a part
-        begins. A left part begins where a sweep began, so its input is *held*; so is that of what follows an option that
-        holds its output. The input of a right part, or of what follows another option, is not held.
+        Whether an option may free its unit's input depends on who else holds it: the unit before, if its option
+        holds its output, or a replay, if the unit has been the first of a sweep (``Keep.INPUT``). All that
+        matters is how a part begins. A left part begins where a sweep began, so its input is *held*; so is that
+        of what follows an option that holds its output. The input of a right part, or of what follows another
+        option, is not held.
 
     Attributes:
         num_units: with the end.
@@ -149,7 +153,10 @@ class ChainCosts:
             self.next_once[index] = index if units[index].runs_once else self.next_once[index + 1]
         first = [self._options(problem, index) for index in range(len(units))]
         further = [
-            [replace(costs, forward_s=costs.forward_s + unit.options[costs.index].again_s) for costs in options]
+            [
+                replace(costs, forward_s=costs.forward_s + unit.options[costs.index].again_s)
+                for costs in options
+            ]
             for unit, options in zip(units, first, strict=True)
         ]
         end = OptionCosts(0, 0.0, 0.0, 0, 0, backward_bytes=units[-1].gradient_bytes, is_direct=True)
@@ -157,7 +164,9 @@ class ChainCosts:
         #: Of each unit, whether an option frees its input.
         self.frees = [any(option.freed_bytes for option in options) for options in self.first_options.of]
         self._freeing = [
-            Options([[option.freeing() for option in unit] for unit in options.of]) if any(self.frees) else options
+            Options([[option.freeing() for option in unit] for unit in options.of])
+            if any(self.frees)
+            else options
             for options in (self.first_options, self.further_options)
         ]
         self.fastest_is_least = self.first_options.is_fastest_least(
@@ -197,8 +206,13 @@ class ChainCosts:
 
         found = [costs(position, option) for position, option in enumerate(unit.options)]
         # A forward that frees the input has to run, though the backward could do without.
-        freeing = [replace(option, is_direct=False) for option in found if option.is_direct and option.freed_bytes]
-        return [*(replace(option, freed_bytes=0) if option.is_direct else option for option in found), *freeing]
+        freeing = [
+            replace(option, is_direct=False) for option in found if option.is_direct and option.freed_bytes
+        ]
+        return [
+            *(replace(option, freed_bytes=0) if option.is_direct else option for option in found),
+            *freeing,
+        ]
 
     def is_never(self, first: int, last: int) -> bool:
         """Whether a part can never be run: see NOTE [ Units that run once ] in ``chain_floors``."""

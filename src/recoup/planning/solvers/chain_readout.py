@@ -141,7 +141,8 @@ def _decide_edge(table: ChainTable, part: _Part) -> _Decision:
 def _decide_level(table: ChainTable, part: _Part) -> _Decision:
     first, last, level, is_held = part
     options = [
-        _option_at_level(table, part, option) for option in table.costs.options(last, is_held=is_held).of[first]
+        _option_at_level(table, part, option)
+        for option in table.costs.options(last, is_held=is_held).of[first]
     ]
     best = _Decision(min(options), options.index(min(options)), 0)
     if first < last:

@@ -42,8 +42,8 @@ class ChainTable:
     """Least seconds for every part of a chain at every memory level.
 
     Attributes:
-        rows: ``rows[h][s][t - s]`` for the part s … t whose input is held (h is True) or not: see NOTE [ Inputs that go ]
-            in ``chain_costs``. Both are the same array where no option of s frees its input.
+        rows: ``rows[h][s][t - s]`` for the part s … t whose input is held (h is True) or not: see NOTE [ Inputs
+            that go ] in ``chain_costs``. Both are the same array where no option of s frees its input.
         edges: seconds of the same parts at exactly their least bytes (only when rounding up).
     """
 
@@ -124,7 +124,11 @@ class ChainTable:
 
     def _publish(self, first: int, last: int) -> None:
         """Stores a row as right parts see it, whose input is not held."""
-        row, start_s, target = self.rows[False][first][last - first], self.costs.start_s[first], self.right[last][first]
+        row, start_s, target = (
+            self.rows[False][first][last - first],
+            self.costs.start_s[first],
+            self.right[last][first],
+        )
         shift = min(int(self.input_levels[first]), target.size)
         target[:shift] = np.inf
         np.add(row[: target.size - shift], start_s, out=target[shift:])
@@ -136,7 +140,7 @@ class ChainTable:
         An input that goes may make more room than the unit takes. Whatever would then be above the highest level is as
         fast as anything can be, for a bound, and otherwise as fast as at that level.
         """
-        rest = self.rows[option.holds_output][first + 1][last - first - 1]
+        rest: Floats = self.rows[option.holds_output][first + 1][last - first - 1]
         excess = -self.level(option.kept_bytes)
         if excess <= 0:
             return rest

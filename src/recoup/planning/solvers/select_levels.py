@@ -18,9 +18,9 @@ NOTE [ One constraint per unit ]
     Skips are in the constants: the gradient of a skip's source appears with the backward of its last reader.
 
 NOTE [ Inputs that go ]
-    A kept unit whose option frees its input holds so much less (below 0 if it holds nothing else), unless the unit before
-    holds its output: that is for another choice to say. So schedules count inputs as freed only where no option of the unit
-    before holds its output, and bounds wherever one may not.
+    A kept unit whose option frees its input holds so much less (below 0 if it holds nothing else), unless the
+    unit before holds its output: that is for another choice to say. So schedules count inputs as freed only where
+    no option of the unit before holds its output, and bounds wherever one may not.
 """
 
 from __future__ import annotations
