@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from recoup.errors import BudgetError, ProblemError
 from recoup.planning.actions import Backward
@@ -117,7 +118,7 @@ def minimum_budget(
     >>> minimum_budget(Problem([unit], input_bytes=5))
     75
     """
-    return _Session(problem, time_limit_s=time_limit_s, solvers=solvers).smallest_bytes()
+    return _Session(problem, time_limit_s=time_limit_s, solvers=solvers).smallest_bytes
 
 
 def frontier(
@@ -155,7 +156,7 @@ def frontier(
         chosen = _spread(session.suggested_budgets(), num_points)
     else:
         chosen = sorted({parse_bytes(budget) for budget in budgets})
-    found = [session.tightest(budget) for budget in chosen if budget >= session.smallest_bytes()]
+    found = [session.tightest(budget) for budget in chosen if budget >= session.smallest_bytes]
     points: list[Plan] = []
     for point in sorted(found, key=lambda point: (point.budget_bytes, point.predicted.seconds)):
         if not points or _is_faster(point, points[-1]):
@@ -189,6 +190,7 @@ class _Session:
                 f"None of the solvers ({', '.join(s.name for s in solvers)}) applies to this problem."
             )
         self._prepared: dict[str, Prepared] = {}
+        self._simulated: dict[Schedule, Simulation] = {}
 
     def prepared(self, solver: Solver) -> Prepared:
         """A solver's work on the problem, done once."""
@@ -196,6 +198,7 @@ class _Session:
             self._prepared[solver.name] = solver.prepare(self.problem, time_limit_s=self.time_limit_s)
         return self._prepared[solver.name]
 
+    @cached_property
     def smallest_bytes(self) -> int:
         """The smallest budget at which any solver answers."""
         found = (self.prepared(solver).smallest_bytes for solver in self.solvers)
@@ -206,7 +209,7 @@ class _Session:
 
         Below that solver's smallest the others are asked.
         """
-        budgets = [self.smallest_bytes()]
+        budgets = [self.smallest_bytes]
         above = float("inf")
         for solver in self.solvers:
             suggested = [budget for budget in self.prepared(solver).suggested_budgets() if budget < above]
@@ -217,7 +220,7 @@ class _Session:
     def tightest(self, budget_bytes: int) -> Plan:
         """The plan for the smallest budget that is known to give as fast a one as this budget."""
         found = self.plan(budget_bytes)
-        while self.smallest_bytes() <= found.predicted.peak_bytes < found.budget_bytes:
+        while self.smallest_bytes <= found.predicted.peak_bytes < found.budget_bytes:
             closer = self.plan(found.predicted.peak_bytes)
             if _is_faster(found, closer):
                 break
@@ -228,10 +231,11 @@ class _Session:
         """The best plan of all solvers that have a chance."""
         best: Plan | None = None
         solved: set[str] = set()
+        relaxed = relaxed_bound(self.problem, budget_bytes)
         for solver in self.solvers:
             if solver.schedules in solved or ALL_SCHEDULES in solved:
                 continue
-            found = self._try(solver, budget_bytes)
+            found = self._try(solver, budget_bytes, relaxed)
             if found is None:
                 continue
             if found.is_optimal:
@@ -242,16 +246,17 @@ class _Session:
             raise self._budget_error(budget_bytes)
         return best
 
-    def _try(self, solver: Solver, budget_bytes: int) -> Plan | None:
+    def _try(self, solver: Solver, budget_bytes: int, bound: Bound) -> Plan | None:
         candidate = self.prepared(solver).best(budget_bytes)
         if candidate is None:
             return None
-        predicted = simulate(self.problem, candidate.schedule)
+        if candidate.schedule not in self._simulated:
+            self._simulated[candidate.schedule] = simulate(self.problem, candidate.schedule)
+        predicted = self._simulated[candidate.schedule]
         if predicted.peak_bytes > budget_bytes:
             raise AssertionError(
                 f"{solver.name} passed the budget: {predicted.peak_bytes} > {budget_bytes} bytes"
             )
-        bound = relaxed_bound(self.problem, budget_bytes)
         is_proven = bound.seconds >= predicted.seconds * (1 - _SAME_SECONDS)
         if candidate.bound is not None and not is_proven:
             # What holds for all schedules holds for every class of them.
@@ -268,7 +273,7 @@ class _Session:
         )
 
     def _budget_error(self, budget_bytes: int) -> BudgetError:
-        smallest = self.smallest_bytes()
+        smallest = self.smallest_bytes
         tight = self.plan(smallest)
         unit = self.problem.units[tight.predicted.peak.unit].name
         return BudgetError(

@@ -14,7 +14,7 @@ from recoup.planning.solvers.chain_table import Floats, Rounding
 
 __all__ = ["Grid", "Scan", "Tables"]
 
-_HIGHER_LEVELS, _UNITS_A_LEVEL = 4, 16
+_HIGHER_LEVELS, _UNITS_A_LEVEL = 4, 32
 
 
 @dataclass(frozen=True, slots=True)
