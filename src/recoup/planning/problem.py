@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recoup.errors import ProblemError
-from recoup.planning.checks import check_bytes, check_name, check_seconds, check_total, check_whole
+from recoup.planning.checks import bytes_of, check_bytes, check_name, check_seconds, check_total, check_whole
 
 __all__ = ["Link", "Option", "Problem", "Unit"]
 
@@ -58,7 +58,7 @@ class Link:
         check_seconds(owner, unit="bytes/s", fetch_bytes_per_s=self.fetch_bytes_per_s)
         if not (self.send_bytes_per_s > 0 and self.fetch_bytes_per_s > 0):
             raise ProblemError(
-                f"{owner}: both bandwidths must be above 0 bytes/s. Leave out a link that cannot move."
+                f"{owner}: bandwidths must be above 0 bytes/s. Leave out a link that cannot move."
             )
         if self.capacity_bytes is not None:
             check_bytes(owner, capacity_bytes=self.capacity_bytes)
@@ -353,24 +353,12 @@ def _validate_problem(problem: Problem) -> None:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ProblemError(f"Two {what}s are called {twice!r}. Give each {what} its own name.")
-    fixed_bytes = problem.resident_bytes + problem.input_bytes + problem.input_gradient_bytes
-    check_total("Problem", sum(map(_most_bytes, problem.units), fixed_bytes))
+    options = [option for unit in problem.units for option in unit.options]
+    check_total("Problem", bytes_of(problem, *problem.units, *options))
     known = {link.name for link in problem.links}
     for index in range(len(problem.units)):
         _validate_references(problem.units, index=index, known=known)
         _validate_gradients(problem, index)
-
-
-def _most_bytes(unit: Unit) -> int:
-    """More than a unit can ever take."""
-    own_bytes = unit.output_bytes + unit.gradient_bytes + unit.parameter_gradient_bytes + abs(unit.left_bytes)
-    return own_bytes + max(
-        option.held_bytes
-        + option.forward_transient_bytes
-        + option.replay_transient_bytes
-        + abs(option.backward_transient_bytes)
-        for option in unit.options
-    )
 
 
 def _validate_gradients(problem: Problem, index: int) -> None:
