@@ -57,9 +57,7 @@ class Link:
         check_seconds(owner, unit="bytes/s", send_bytes_per_s=self.send_bytes_per_s)
         check_seconds(owner, unit="bytes/s", fetch_bytes_per_s=self.fetch_bytes_per_s)
         if not (self.send_bytes_per_s > 0 and self.fetch_bytes_per_s > 0):
-            raise ProblemError(
-                f"{owner}: bandwidths must be above 0 bytes/s. Leave out a link that cannot move."
-            )
+            raise ProblemError(f"{owner}: bandwidths must be above 0. Leave out a link that cannot move.")
         if self.capacity_bytes is not None:
             check_bytes(owner, capacity_bytes=self.capacity_bytes)
 
