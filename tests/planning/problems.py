@@ -142,6 +142,43 @@ def small_problems(draw: st.DrawFn, *, max_units: int, max_options: int = 3) -> 
     )
 
 
+@st.composite
+def tiny_problems(draw: st.DrawFn, *, skips: bool = False, frees: bool = False) -> Problem:
+    """Up to four units of a few bytes, so that lasting bytes meet inputs; all skips and freed inputs that one likes."""
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    units: list[Unit] = []
+    for index in range(rng.randint(1, 4)):
+        input_bytes = units[-1].output_bytes if units else 0
+        options = [
+            Option(
+                f"o{k}",
+                forward_s=rng.randint(0, 3),
+                backward_s=rng.randint(0, 2),
+                extra_s=rng.choice([0, 1]),
+                again_s=rng.choice([0, 0, 0.5]),
+                held_bytes=rng.choice([0, 1, 3]),
+                holds_output=rng.random() < 0.3,
+                freed_input_bytes=rng.choice([0, input_bytes, rng.randint(0, input_bytes)]) if frees else 0,
+                forward_transient_bytes=rng.choice([0, 1]),
+                replay_transient_bytes=rng.choice([0, 2]),
+            )
+            for k in range(rng.randint(1, 2))
+        ]
+        units.append(
+            Unit(
+                f"u{index}",
+                options,
+                output_bytes=rng.randint(0, 4),
+                gradient_bytes=rng.randint(0, 3),
+                parameter_gradient_bytes=rng.choice([0, 0, 2, 5]),
+                left_bytes=rng.choice([0, 0, 2, -1]),
+                skips=[source for source in range(index - 1) if skips and rng.random() < 0.4],
+                runs_once=rng.random() < 0.1,
+            )
+        )
+    return Problem(units, input_bytes=rng.randint(0, 2), input_gradient_bytes=rng.randint(0, 2))
+
+
 def budgets_between(low: int, high: int) -> list[int]:
     """A few budgets from the smallest to the largest useful one."""
     return sorted({low, low + (high - low) // 7, low + (high - low) // 3, (low + 2 * high) // 3, high})

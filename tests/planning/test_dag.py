@@ -237,3 +237,12 @@ def test_long_chains_do_not_recurse():
     # The first value must come back at the end; everything between needs two values at a time.
     plan = solve_dag(graph, budget_bytes=7, effort="first")
     assert plan.peak_bytes <= 7
+
+
+@pytest.mark.parametrize("time_limit_s", [math.nan, math.inf, None])
+def test_time_limits_that_are_none(time_limit_s):
+    graph = OrderedGraph((4, 4, 2, 1), (1.0, 3.0, 1.0, 1.0), ((), (), (1,), (0, 2)))
+    with pytest.raises(
+        GraphError, match="solve_dag: time_limit_s must be a finite number of seconds, at least 0"
+    ):
+        solve_dag(graph, budget_bytes=8, time_limit_s=time_limit_s)

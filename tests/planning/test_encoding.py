@@ -5,22 +5,26 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from planning.problems import random_problem, small_problems
+from planning.problems import equal_problem, random_problem, small_problems
+from planning.solvers.test_chain import golden
 from planning.test_simulate import link_problem, skip_problem, spill
 
 from recoup.errors import EncodingError
 from recoup.planning import (
     FORMAT_VERSION,
+    Bound,
     Drop,
     Problem,
     Schedule,
     Value,
     Wait,
     from_json,
+    frontier,
     minimum_budget,
     plan,
     to_json,
 )
+from recoup.planning.solvers import SOLVERS
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -127,6 +131,57 @@ def test_an_altered_plan_is_refused() -> None:
     body["plan"]["schedule"].pop()
     with pytest.raises(EncodingError, match="The plan is damaged: The schedule ends after"):
         from_json(json.dumps(body))
+
+
+ALTERED: dict[str, tuple[dict[str, Any], str]] = {
+    "below the peak": ({"budget_bytes": 1}, "The plan's 'budget_bytes' is 1; its schedule needs"),
+    "no number": ({"budget_bytes": "1GiB"}, "The plan's 'budget_bytes' is '1GiB'"),
+    "another budget": (
+        {"budget_bytes": 10**6},
+        "The plan's 'checksum' is not that of its budget_bytes, solver and bound",
+    ),
+    "no solver": ({"solver": "oracle"}, "The plan's 'solver' is 'oracle', and there is no such solver"),
+    "another solver": (
+        {"solver": "select"},
+        "The plan's 'bound' is for 'persistent schedules'; select proves none",
+    ),
+    "another baseline": ({"solver": "greedy"}, "The plan's 'checksum' is not"),
+    "no class": (
+        {"bound": {"seconds": 36.0, "schedules": "good schedules"}},
+        "The plan's 'bound' is for 'good schedules'",
+    ),
+    "another class": (
+        {"bound": {"seconds": 36.0, "schedules": "all schedules"}},
+        "The plan's 'bound' says 36.0 s for 'all",
+    ),
+    "above its seconds": (
+        {"bound": {"seconds": 37.0, "schedules": "persistent schedules"}},
+        "'bound' says 37.0 s",
+    ),
+    "too low": ({"bound": {"seconds": 1.0, "schedules": "persistent schedules"}}, "'bound' says 1.0 s"),
+    "not proven": (
+        {"bound": {"seconds": 35.9, "schedules": "persistent schedules"}},
+        "The plan's 'checksum' is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", ALTERED)
+def test_altered_claims_are_refused(change: str) -> None:
+    found = plan(golden(), 100)
+    assert (found.solver, found.bound) == ("chain", Bound(36.0, schedules="persistent schedules"))
+    body = json.loads(to_json(found))
+    body["plan"].update(ALTERED[change][0])
+    with pytest.raises(EncodingError, match=ALTERED[change][1]):
+        from_json(json.dumps(body))
+
+
+def test_every_plan_of_every_solver_is_read() -> None:
+    for problem in (golden(), link_problem(capacity=60), skip_problem(), equal_problem(5)):
+        for solver in SOLVERS:
+            if solver.applies(problem):
+                for point in frontier(problem, solvers=[solver]):
+                    assert from_json(to_json(point)) == point
 
 
 def test_other_values_are_refused() -> None:

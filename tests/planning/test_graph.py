@@ -197,7 +197,12 @@ def test_an_empty_pass_holds_nothing():
         (((1, 1), (Operation(1.0, (1,), (0,)), Operation(1.0, (), (1,))), (0,)), "before they are made"),
         (((1,), (Operation(1.0, (), (0,)), Operation(1.0, (), (0,))), (0,)), "a second time"),
         (((1,), (Operation(1.0, (), (3,)),), (0,)), r"names values \[3\]"),
-        (((1,), (Operation(-1.0, (), (0,)),), (0,)), "-1.0 seconds"),
+        (
+            ((1,), (Operation(-1.0, (), (0,)),), (0,)),
+            "seconds must be a finite number of seconds, at least 0; got -1.0",
+        ),
+        (((2**53, 1), (), (0,)), "OpGraph: its sizes add up to 9007199254740993 bytes"),
+        (((1,), (Operation(2e9, (), (0,)),), (0,)), "OpGraph: its operations take more than 1e9 seconds"),
         (((1,), (), (7,)), r"needed names values \[7\]"),
     ],
 )

@@ -75,8 +75,16 @@ def test_illegal_schedules_are_refused(actions, message):
     ("arguments", "message"),
     [
         (((1,), (1.0, 2.0), ((), ())), "one entry per operation"),
-        (((1, -1), (1.0, 2.0), ((), ())), "-1 bytes"),
-        (((1, 1), (1.0, float("nan")), ((), ())), "nan seconds"),
+        (
+            ((1, -1), (1.0, 2.0), ((), ())),
+            "Operation 1: value_bytes must be a whole number of bytes, at least 0; got -1",
+        ),
+        (
+            ((1, 1), (1.0, float("nan")), ((), ())),
+            "Operation 1: compute_s must be a finite number of seconds, at least 0; got nan",
+        ),
+        (((2**62, 1), (1.0, 2.0), ((), ())), "OrderedGraph: its sizes add up to 4611686018427387905 bytes"),
+        (((1, 1), (1.0, 1e308), ((), ())), "Operation 1: compute_s must be 0 or from 1e-100 to"),
         (((1, 1), (1.0, 2.0), ((1,), ())), "must be distinct earlier operations"),
         (((1, 1), (1.0, 2.0), ((), (0, 0))), "must be distinct earlier operations"),
     ],

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning.problems import equal_problem, random_problem
+from planning.brute_force import brute_force
+from planning.problems import equal_problem, random_problem, tiny_problems
 from planning.solvers.test_baselines import skips
 
 from recoup.errors import BudgetError, ProblemError, SizeError
 from recoup.planning import Problem, Unit, frontier, minimum_budget, plan, simulate
 from recoup.planning.solvers import SOLVERS
+from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
+from recoup.planning.solvers.select import solve_select
 
 
 def blocks(num_units: int = 6) -> Problem:
@@ -53,6 +58,8 @@ def test_bad_arguments() -> None:
         plan(blocks(), "8 apples")
     with pytest.raises(ProblemError, match="at least one point"):
         frontier(blocks(), num_points=0)
+    with pytest.raises(ProblemError, match="at least one point; got num_points=None"):
+        frontier(blocks(), num_points=None)  # type: ignore[arg-type]
     with pytest.raises(ProblemError, match=r"None of the solvers \(chain\) applies"):
         plan(skips(), 10_000, solvers=[ChainSolver()])
 
@@ -108,6 +115,50 @@ def test_the_frontier_is_what_plan_says() -> None:
     for point in points:
         assert plan(blocks(), point.budget_bytes).predicted.seconds == point.predicted.seconds
     assert points[-1].predicted.num_recomputes == (0,) * 6
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    problem=st.one_of(
+        tiny_problems(skips=True), tiny_problems(frees=True), tiny_problems(skips=True, frees=True)
+    )
+)
+def test_plan_minimum_and_frontier_agree_with_each_other_and_with_all_schedules(problem: Problem) -> None:
+    smallest, points = minimum_budget(problem), frontier(problem)
+    assert points[0].budget_bytes == smallest
+    for point in points:
+        assert plan(problem, point.budget_bytes) == point
+    previous_s = float("inf")
+    for budget_bytes in range(smallest, points[-1].budget_bytes + 2, 2):
+        found = plan(problem, budget_bytes)
+        on_frontier_s = min(p.predicted.seconds for p in points if p.budget_bytes <= budget_bytes)
+        assert found.predicted.seconds <= min(on_frontier_s, previous_s) * (1 + 1e-9)
+        previous_s = found.predicted.seconds
+        best = brute_force(problem, budget_bytes, persistent=False)
+        assert best is not None
+        assert relaxed_bound(problem, budget_bytes).seconds <= best[0] * (1 + 1e-12)
+        if found.bound.schedules == "all schedules":
+            assert found.bound.seconds <= best[0] * (1 + 1e-12)
+        if found.bound.schedules == "persistent schedules":
+            persistent = brute_force(problem, budget_bytes, persistent=True)
+            assert persistent is not None
+            assert found.bound.seconds <= persistent[0] * (1 + 1e-12)
+        assert best[0] <= found.predicted.seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("time_limit_s", [math.nan, math.inf, None, -1.0, "1 s"])
+def test_time_limits_that_are_none(time_limit_s: object) -> None:
+    limit = {"time_limit_s": time_limit_s}
+    for ask in (
+        lambda: plan(blocks(), 7000, **limit),  # type: ignore[arg-type]
+        lambda: minimum_budget(blocks(), **limit),  # type: ignore[arg-type]
+        lambda: frontier(blocks(), **limit),  # type: ignore[arg-type]
+        lambda: solve_select(blocks(), budget_bytes=7000, **limit),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(
+            ProblemError, match="time_limit_s must be a finite number of seconds, at least 0; got"
+        ):
+            ask()
 
 
 def test_a_frontier_at_chosen_budgets() -> None:

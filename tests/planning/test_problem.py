@@ -55,6 +55,18 @@ def test_defaults_and_derived_figures() -> None:
         (lambda: Option("x", forward_s=1, backward_s=1, again_s=-0.5), "again_s must be a finite"),
         (lambda: Option("x", forward_s=1, backward_s=1, held_bytes=1.5), "held_bytes must be a whole number"),
         (lambda: Option("x", forward_s=1, backward_s=1, held_bytes=-1), "at least 0; got -1"),
+        (
+            lambda: Option("x", forward_s=5e-324, backward_s=1),
+            r"forward_s must be 0 or from 1e-100 to 1e\+100 seconds",
+        ),
+        (lambda: Option("x", forward_s=1, backward_s=1e308), "backward_s must be 0 or from .* got 1e\\+308"),
+        (lambda: Option("x", forward_s=10**400, backward_s=1), "forward_s must be 0 or from"),
+        (
+            lambda: Problem([unit(output_bytes=2**62)]),
+            r"Problem: its sizes add up to \d+ bytes, .* up to 2\*\*53",
+        ),
+        (lambda: Problem([unit()], resident_bytes=2**53), "Problem: its sizes add up to"),
+        (lambda: Link("host", send_bytes_per_s=math.inf, fetch_bytes_per_s=1), "a finite number of bytes/s"),
         (lambda: Unit("a", [], output_bytes=1), "Unit 'a' has no options"),
         (lambda: Unit("a", [KEEP, KEEP], output_bytes=1), "option names must differ; got keep, keep"),
         (lambda: unit(runs_once=1), "Unit 'a': runs_once must be True or False; got 1"),

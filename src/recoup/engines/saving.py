@@ -52,5 +52,8 @@ def _decode(body: Any) -> ModelPlan:
         raise EncodingError(f"A plan's 'budget_bytes' should be a number of bytes; got {budget_bytes!r}.")
     plan = ModelPlan(profile, schedule, budget_bytes)
     # Read now, so that a schedule that no model can run is refused here and not when it is applied.
-    _ = plan.items
+    if plan.predicted_bytes > budget_bytes:
+        raise EncodingError(
+            f"A plan's 'budget_bytes' is {budget_bytes}; its schedule needs {plan.predicted_bytes} bytes."
+        )
     return plan

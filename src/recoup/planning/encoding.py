@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -21,7 +23,9 @@ from recoup.planning.plan import Plan
 from recoup.planning.problem import Link, Option, Problem, Unit
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
-from recoup.planning.solvers.base import Bound
+from recoup.planning.solvers import SOLVERS
+from recoup.planning.solvers.base import ALL_SCHEDULES, Bound
+from recoup.planning.solvers.bounds import relaxed_bound
 
 __all__ = [
     "FORMAT_VERSION",
@@ -43,6 +47,7 @@ _ACTIONS: dict[str, type[Action]] = {
     "fetch": Fetch,
     "wait": Wait,
 }
+_SAME_SECONDS = 1e-9
 _ACTION_NAMES = {kind: name for name, kind in _ACTIONS.items()}
 
 
@@ -57,7 +62,7 @@ def to_json(value: Problem | Schedule | Plan, *, indent: int | None = None) -> s
 
 
 def from_json(text: str) -> Problem | Schedule | Plan:
-    """Reads what ``to_json`` wrote. A plan is simulated again, and refused if its figures do not agree.
+    """Reads what ``to_json`` wrote. A plan is simulated again, and refused if its figures or claims do not agree.
 
     Raises:
         EncodingError: if the text is not JSON, not ours, of another version, incomplete or altered.
@@ -98,7 +103,7 @@ def _encode_action(action: Action) -> dict[str, Any]:
 
 def encode_plan(plan: Plan) -> dict[str, Any]:
     """A plan as what JSON knows."""
-    return {
+    body = {
         "problem": encode_problem(plan.problem),
         "budget_bytes": plan.budget_bytes,
         "schedule": [_encode_action(action) for action in plan.schedule],
@@ -106,6 +111,13 @@ def encode_plan(plan: Plan) -> dict[str, Any]:
         "bound": plain(plan.bound),
         "predicted": {"seconds": plan.predicted.seconds, "peak_bytes": plan.predicted.peak_bytes},
     }
+    return {**body, "checksum": _checksum(body)}
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    """Of what a plan claims and simulation cannot check."""
+    claims = [body["budget_bytes"], body["solver"], body["bound"]]
+    return zlib.crc32(json.dumps(claims, sort_keys=True).encode())
 
 
 # Reading
@@ -147,7 +159,7 @@ def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
         body: the plan's fields.
         problem: that it is for, where its own is left out.
     """
-    names = {"budget_bytes", "schedule", "solver", "bound", "predicted"}
+    names = {"budget_bytes", "schedule", "solver", "bound", "predicted", "checksum"}
     expect_keys("A plan", body, names if problem is not None else {*names, "problem"})
     problem = decode_problem(body["problem"]) if problem is None else problem
     schedule = _schedule(body["schedule"])
@@ -158,9 +170,7 @@ def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
             f"The plan says {claimed['seconds']} s and {claimed['peak_bytes']} bytes, but its schedule takes"
             f" {predicted.seconds} s and {predicted.peak_bytes} bytes: it has been altered."
         )
-    if not isinstance(body["solver"], str) or type(body["budget_bytes"]) is not int:
-        raise EncodingError("A plan names its solver, and its budget_bytes as a whole number.")
-    return Plan(
+    plan = Plan(
         problem=problem,
         budget_bytes=body["budget_bytes"],
         schedule=schedule,
@@ -168,3 +178,33 @@ def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
         bound=build_typed("A bound", Bound, body["bound"]),
         predicted=predicted,
     )
+    _check_claims(plan)
+    if body["checksum"] != _checksum(body):
+        raise EncodingError(
+            "The plan's 'checksum' is not that of its budget_bytes, solver and bound: it has been altered."
+        )
+    return plan
+
+
+def _check_claims(plan: Plan) -> None:
+    """Refuses claims that cannot be true of the plan's schedule; those of a solver's own class are not proven again."""
+    own_class = {solver.name: solver.schedules for solver in SOLVERS}.get(plan.solver)
+    if own_class is None:
+        raise EncodingError(f"The plan's 'solver' is {plan.solver!r}, and there is no such solver.")
+    budget_bytes, bound = plan.budget_bytes, plan.bound
+    if type(budget_bytes) is not int or budget_bytes < plan.predicted.peak_bytes:
+        raise EncodingError(
+            f"The plan's 'budget_bytes' is {budget_bytes!r}; its schedule needs {plan.predicted.peak_bytes} bytes."
+        )
+    if bound.schedules not in (ALL_SCHEDULES, own_class):
+        raise EncodingError(
+            f"The plan's 'bound' is for {bound.schedules!r}; {plan.solver} proves none for these."
+        )
+    # Of a class, at least what holds for all schedules; and for all schedules nothing else is known.
+    least_s = min(relaxed_bound(plan.problem, budget_bytes).seconds, plan.predicted.seconds)
+    most_s = least_s if bound.schedules == ALL_SCHEDULES else plan.predicted.seconds
+    if not least_s * (1 - _SAME_SECONDS) <= bound.seconds <= most_s * (1 + _SAME_SECONDS):
+        raise EncodingError(
+            f"The plan's 'bound' says {bound.seconds} s for {bound.schedules!r} in {budget_bytes} bytes; it should be"
+            f" {least_s} to {most_s} s."
+        )

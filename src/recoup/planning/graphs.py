@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from recoup.errors import GraphError
+from recoup.planning.checks import check_bytes, check_seconds, check_total
 
 __all__ = [
     "Compute",
@@ -71,12 +72,14 @@ class OrderedGraph:
         for op, (size, seconds, read) in enumerate(
             zip(self.value_bytes, self.compute_s, self.inputs, strict=True)
         ):
-            _check_numbers(f"Operation {op}", size=size, seconds=seconds)
+            check_bytes(f"Operation {op}", error=GraphError, value_bytes=size)
+            check_seconds(f"Operation {op}", error=GraphError, compute_s=seconds)
             if any(not 0 <= value < op for value in read) or len(set(read)) != len(read):
                 raise GraphError(
                     f"Operation {op} reads {read}: its inputs must be distinct earlier operations "
                     f"(0 to {op - 1}). Number the operations in execution order."
                 )
+        check_total("OrderedGraph", sum(self.value_bytes), error=GraphError)
 
     @classmethod
     def from_edges(
@@ -289,11 +292,12 @@ class OpGraph:
 
     def __post_init__(self) -> None:
         for value, size in enumerate(self.value_bytes):
-            _check_numbers(f"Value {value}", size=size, seconds=0.0)
+            check_bytes(f"Value {value}", error=GraphError, value_bytes=size)
+        check_total("OpGraph", sum(self.value_bytes), error=GraphError)
         known = {value for op in self.operations for value in op.outputs}
         made: set[int] = set()
         for index, op in enumerate(self.operations):
-            _check_numbers(f"Operation {index}", size=0, seconds=op.seconds)
+            check_seconds(f"Operation {index}", error=GraphError, seconds=op.seconds)
             self._check_values(f"Operation {index}", (*op.inputs, *op.outputs))
             late = [value for value in op.inputs if value in known and value not in made]
             if late:
@@ -302,6 +306,10 @@ class OpGraph:
             if twice or len(set(op.outputs)) != len(op.outputs):
                 raise GraphError(f"Operation {index} makes values {twice or op.outputs} a second time.")
             made.update(op.outputs)
+        if sum(op.seconds for op in self.operations) > 1e9:
+            raise GraphError(
+                "OpGraph: its operations take more than 1e9 seconds; nanoseconds are counted, up to 2**63."
+            )
         self._check_values("needed", self.needed)
         self._check_values("resident", self.resident)
 
@@ -385,10 +393,3 @@ def evaluate_held(graph: OpGraph, *, held: Iterable[int]) -> HoldCost:
     nanoseconds = sum(graph.operations[index].nanoseconds for index in rerun)
     size = sum(graph.value_bytes[value] for value in kept - resident)
     return HoldCost(held_bytes=size, recompute_s=nanoseconds / 1e9, recomputed=tuple(sorted(rerun)))
-
-
-def _check_numbers(what: str, *, size: int, seconds: float) -> None:
-    if size < 0 or size != int(size):
-        raise GraphError(f"{what} has {size} bytes; bytes are whole and not negative.")
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise GraphError(f"{what} takes {seconds} seconds; seconds are finite and not negative.")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from recoup.errors import BudgetError, ProblemError
 from recoup.planning.actions import Backward
+from recoup.planning.checks import check_seconds
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
@@ -14,7 +16,6 @@ from recoup.planning.simulation import Simulation
 from recoup.planning.solvers import SOLVERS
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
-from recoup.planning.solvers.freed import PreparedFreeing, frees_inputs
 from recoup.sizes import format_bytes, parse_bytes
 
 __all__ = ["Plan", "frontier", "minimum_budget", "plan"]
@@ -117,7 +118,7 @@ def minimum_budget(
     >>> minimum_budget(Problem([unit], input_bytes=5))
     75
     """
-    return _Session(problem, time_limit_s=time_limit_s, solvers=solvers).smallest_bytes()
+    return _Session(problem, time_limit_s=time_limit_s, solvers=solvers).smallest_bytes
 
 
 def frontier(
@@ -130,8 +131,8 @@ def frontier(
 ) -> tuple[Plan, ...]:
     """The best seconds for every budget: as few plans as describe it, from the smallest budget up.
 
-    Each plan's budget is its own peak: between two points the earlier plan is the one to use. Plans that are
-    no faster than one with fewer bytes are left out.
+    Each point is what ``plan`` finds at the point's budget, which is as a rule its own peak: between two points the
+    earlier plan is the one to use. Plans that are no faster than one with fewer bytes are left out.
 
     Args:
         problem: the step in numbers.
@@ -148,32 +149,23 @@ def frontier(
     >>> [(point.budget_bytes, point.predicted.seconds) for point in frontier(Problem(units, input_bytes=10))]
     [(100, 12.0), (110, 11.0), (170, 10.0), (230, 9.0)]
     """
-    if num_points < 1:
-        raise ProblemError(f"A frontier needs at least one point; got num_points={num_points}.")
+    if type(num_points) is not int or num_points < 1:
+        raise ProblemError(f"A frontier needs at least one point; got num_points={num_points!r}.")
     session = _Session(problem, time_limit_s=time_limit_s, solvers=solvers)
     if budgets is None:
         chosen = _spread(session.suggested_budgets(), num_points)
     else:
         chosen = sorted({parse_bytes(budget) for budget in budgets})
+    found = [session.tightest(budget) for budget in chosen if budget >= session.smallest_bytes]
     points: list[Plan] = []
-    for budget_bytes in chosen:
-        if budget_bytes < session.smallest_bytes():
-            continue
-        found = session.plan(budget_bytes)
-        if not points or found.predicted.seconds < points[-1].predicted.seconds * (1 - _SAME_SECONDS):
-            points.append(_at_own_peak(found))
+    for point in sorted(found, key=lambda point: (point.budget_bytes, point.predicted.seconds)):
+        if not points or _is_faster(point, points[-1]):
+            points.append(point)
     return tuple(points)
 
 
-def _at_own_peak(found: Plan) -> Plan:
-    return Plan(
-        problem=found.problem,
-        budget_bytes=found.predicted.peak_bytes,
-        schedule=found.schedule,
-        solver=found.solver,
-        bound=found.bound,
-        predicted=found.predicted,
-    )
+def _is_faster(one: Plan, other: Plan) -> bool:
+    return one.predicted.seconds < other.predicted.seconds * (1 - _SAME_SECONDS)
 
 
 def _spread(budgets: list[int], num_points: int) -> list[int]:
@@ -189,6 +181,7 @@ class _Session:
     """A problem with the solvers' shared work, across budgets."""
 
     def __init__(self, problem: Problem, *, time_limit_s: float, solvers: Sequence[Solver]) -> None:
+        check_seconds("The planner", time_limit_s=time_limit_s)
         self.problem = problem
         self.time_limit_s = time_limit_s
         self.solvers = [solver for solver in solvers if solver.applies(problem)]
@@ -197,58 +190,73 @@ class _Session:
                 f"None of the solvers ({', '.join(s.name for s in solvers)}) applies to this problem."
             )
         self._prepared: dict[str, Prepared] = {}
+        self._simulated: dict[Schedule, Simulation] = {}
 
     def prepared(self, solver: Solver) -> Prepared:
         """A solver's work on the problem, done once."""
         if solver.name not in self._prepared:
-            problem, time_limit_s = self.problem, self.time_limit_s
-            if frees_inputs(problem):
-                self._prepared[solver.name] = PreparedFreeing(problem, solver, time_limit_s=time_limit_s)
-            else:
-                self._prepared[solver.name] = solver.prepare(problem, time_limit_s=time_limit_s)
+            self._prepared[solver.name] = solver.prepare(self.problem, time_limit_s=self.time_limit_s)
         return self._prepared[solver.name]
 
+    @cached_property
     def smallest_bytes(self) -> int:
         """The smallest budget at which any solver answers."""
         found = (self.prepared(solver).smallest_bytes for solver in self.solvers)
         return min(num_bytes for num_bytes in found if num_bytes is not None)
 
     def suggested_budgets(self) -> list[int]:
-        """Budgets at which the first solver that has an opinion may change its answer."""
+        """The smallest one, and those at which the first solver that has an opinion may change its answer.
+
+        Below that solver's smallest the others are asked.
+        """
+        budgets = [self.smallest_bytes]
+        above = float("inf")
         for solver in self.solvers:
-            budgets = self.prepared(solver).suggested_budgets()
-            if budgets:
-                return budgets
-        return [self.smallest_bytes()]
+            suggested = [budget for budget in self.prepared(solver).suggested_budgets() if budget < above]
+            budgets += suggested
+            above = min([above, *suggested])
+        return sorted(set(budgets))
+
+    def tightest(self, budget_bytes: int) -> Plan:
+        """The plan for the smallest budget that is known to give as fast a one as this budget."""
+        found = self.plan(budget_bytes)
+        while self.smallest_bytes <= found.predicted.peak_bytes < found.budget_bytes:
+            closer = self.plan(found.predicted.peak_bytes)
+            if _is_faster(found, closer):
+                break
+            found = closer
+        return found
 
     def plan(self, budget_bytes: int) -> Plan:
         """The best plan of all solvers that have a chance."""
         best: Plan | None = None
         solved: set[str] = set()
+        relaxed = relaxed_bound(self.problem, budget_bytes)
         for solver in self.solvers:
             if solver.schedules in solved or ALL_SCHEDULES in solved:
                 continue
-            found = self._try(solver, budget_bytes)
+            found = self._try(solver, budget_bytes, relaxed)
             if found is None:
                 continue
             if found.is_optimal:
                 solved.add(found.bound.schedules)
-            if best is None or found.predicted.seconds < best.predicted.seconds * (1 - _SAME_SECONDS):
+            if best is None or _is_faster(found, best):
                 best = found
         if best is None:
             raise self._budget_error(budget_bytes)
         return best
 
-    def _try(self, solver: Solver, budget_bytes: int) -> Plan | None:
+    def _try(self, solver: Solver, budget_bytes: int, bound: Bound) -> Plan | None:
         candidate = self.prepared(solver).best(budget_bytes)
         if candidate is None:
             return None
-        predicted = simulate(self.problem, candidate.schedule)
+        if candidate.schedule not in self._simulated:
+            self._simulated[candidate.schedule] = simulate(self.problem, candidate.schedule)
+        predicted = self._simulated[candidate.schedule]
         if predicted.peak_bytes > budget_bytes:
             raise AssertionError(
                 f"{solver.name} passed the budget: {predicted.peak_bytes} > {budget_bytes} bytes"
             )
-        bound = relaxed_bound(self.problem, budget_bytes)
         is_proven = bound.seconds >= predicted.seconds * (1 - _SAME_SECONDS)
         if candidate.bound is not None and not is_proven:
             # What holds for all schedules holds for every class of them.
@@ -265,7 +273,7 @@ class _Session:
         )
 
     def _budget_error(self, budget_bytes: int) -> BudgetError:
-        smallest = self.smallest_bytes()
+        smallest = self.smallest_bytes
         tight = self.plan(smallest)
         unit = self.problem.units[tight.predicted.peak.unit].name
         return BudgetError(

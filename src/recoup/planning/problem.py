@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recoup.errors import ProblemError
-from recoup.planning.checks import check_bytes, check_name, check_seconds, check_whole
+from recoup.planning.checks import bytes_of, check_bytes, check_name, check_seconds, check_total, check_whole
 
 __all__ = ["Link", "Option", "Problem", "Unit"]
 
@@ -54,11 +54,10 @@ class Link:
     def __post_init__(self) -> None:
         check_name("A link", self.name)
         owner = f"Link {self.name!r}"
-        check_seconds(owner, send_bytes_per_s=self.send_bytes_per_s, fetch_bytes_per_s=self.fetch_bytes_per_s)
+        check_seconds(owner, unit="bytes/s", send_bytes_per_s=self.send_bytes_per_s)
+        check_seconds(owner, unit="bytes/s", fetch_bytes_per_s=self.fetch_bytes_per_s)
         if not (self.send_bytes_per_s > 0 and self.fetch_bytes_per_s > 0):
-            raise ProblemError(
-                f"{owner}: both bandwidths must be above 0 bytes/s. Leave out a link that cannot move."
-            )
+            raise ProblemError(f"{owner}: bandwidths must be above 0. Leave out a link that cannot move.")
         if self.capacity_bytes is not None:
             check_bytes(owner, capacity_bytes=self.capacity_bytes)
 
@@ -352,6 +351,8 @@ def _validate_problem(problem: Problem) -> None:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ProblemError(f"Two {what}s are called {twice!r}. Give each {what} its own name.")
+    options = [option for unit in problem.units for option in unit.options]
+    check_total("Problem", bytes_of(problem, *problem.units, *options))
     known = {link.name for link in problem.links}
     for index in range(len(problem.units)):
         _validate_references(problem.units, index=index, known=known)

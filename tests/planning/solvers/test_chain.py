@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.brute_force import brute_force
-from planning.problems import budgets_between, random_problem, small_problems
+from planning.problems import budgets_between, random_problem, small_problems, tiny_problems
 
 from recoup.planning import Option, Problem, Unit, minimum_budget, simulate, trace
 from recoup.planning.solvers.chain import ChainSolver, solve_chain
@@ -45,6 +45,42 @@ def check_against_brute_force(problem: Problem) -> None:
 @settings(max_examples=120, deadline=None, derandomize=True, database=None)
 @given(problem=small_problems(max_units=4))
 def test_nothing_persistent_is_better(problem: Problem) -> None:
+    check_against_brute_force(problem)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(problem=tiny_problems())
+def test_nothing_persistent_is_better_where_every_byte_counts(problem: Problem) -> None:
+    check_against_brute_force(problem)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(problem=tiny_problems(frees=True))
+def test_nothing_persistent_is_better_where_options_free_inputs(problem: Problem) -> None:
+    check_against_brute_force(problem)
+
+
+def test_an_input_that_goes_is_not_charged_beside_what_stays() -> None:
+    # Unit a may hold its output, but does not: as unit b's backward ends, 2 bytes of input make room for 2 that stay.
+    free = Option("free", forward_s=0, backward_s=0)
+    holding = Option("holding", forward_s=0, backward_s=0, extra_s=1, holds_output=True)
+    a = Unit("a", [free, holding], output_bytes=2, gradient_bytes=0)
+    b = Unit("b", [free], output_bytes=0, parameter_gradient_bytes=2)
+    prepared = PreparedChain(Problem([a, b]), num_levels=10)
+    assert prepared.smallest_bytes == 2
+    check_against_brute_force(Problem([a, b]))
+
+
+def test_a_sweep_may_run_over_the_last_unit() -> None:
+    # In 3 bytes, unit b's output has no room beside what unit a holds, nor unit a's forward beside what unit b leaves.
+    keep = Option("keep", forward_s=1, backward_s=1, held_bytes=1, forward_transient_bytes=1)
+    direct = Option("direct", forward_s=2, backward_s=1)
+    b = Unit("b", [direct], output_bytes=3, gradient_bytes=0, parameter_gradient_bytes=2)
+    problem = Problem([Unit("a", [keep], output_bytes=0), b])
+    candidate = solve_chain(problem, budget_bytes=3)
+    assert candidate is not None
+    assert candidate.bound is not None
+    assert (trace(candidate.schedule), candidate.bound.seconds) == ("F0 F1 F0:0 B1 B0", 6.0)
     check_against_brute_force(problem)
 
 

@@ -119,7 +119,8 @@ def test_the_usual_model_of_a_thousand_blocks() -> None:
     assert prepared.run == Run(1, 1001)
     # Parts that start at the head and end in the run can never be run, and cost nothing.
     assert prepared.run.num_kinds(prepared.costs) == 2
-    assert prepared.run.num_kinds(ChainCosts(equal_problem(1002))) == 3
+    # Parts in the run, from the head, to the loss, and to the end behind it.
+    assert prepared.run.num_kinds(ChainCosts(equal_problem(1002))) == 4
     low, high = prepared.smallest_bytes, prepared.suggested_budgets()[-1]
     seconds = []
     for budget_bytes in (low, low + (high - low) // 20, (low + high) // 2, high):

@@ -44,7 +44,7 @@ class Prepared(ABC):
 
     @abstractmethod
     def best(self, budget_bytes: int) -> Candidate | None:
-        """The solver's best schedule under a budget, or ``None`` below ``smallest_bytes``."""
+        """The solver's best schedule under a budget, or ``None`` below ``smallest_bytes``, which is its peak there."""
 
     def suggested_budgets(self) -> list[int]:
         """Budgets at which the answer may change; the frontier looks at these."""

@@ -25,15 +25,17 @@ NEVER = 1 << 62
 class ChainFloors:
     """For every part: the least bytes with which it can run, and those with which it keeps everything.
 
-    ``least[s][t - s]`` and ``full[s][t - s]`` are those of the part s … t; ``right[t][s]`` is the former plus
-    the bytes of the part's input, which whoever runs it as the right part pays.
+    ``least[h][s][t - s]`` and ``full[h][s][t - s]`` are those of the part s … t whose input is held (h is True) or not:
+    see NOTE [ Inputs that go ] in ``chain_costs``. ``right[t][s]`` is the least where it is not, plus the bytes of the
+    part's input, which whoever runs it as the right part pays.
     """
 
     def __init__(self, costs: ChainCosts) -> None:
         self.costs = costs
         n = costs.num_units
-        self.least: list[Ints] = [np.empty(0, dtype=np.int64)] * n
-        self.full: list[Ints] = [np.empty(0, dtype=np.int64)] * n
+        none = np.empty(0, dtype=np.int64)
+        self.least: tuple[list[Ints], list[Ints]] = ([none] * n, [none] * n)
+        self.full: tuple[list[Ints], list[Ints]] = ([none] * n, [none] * n)
         self.right: list[Ints] = [np.empty(t + 1, dtype=np.int64) for t in range(n)]
         for first in reversed(range(n)):
             self._fill(first)
@@ -41,7 +43,7 @@ class ChainFloors:
     @property
     def least_bytes(self) -> int:
         """The least bytes (beyond resident ones and the input) for the whole chain."""
-        return int(self.least[0][-1])
+        return int(self.least[True][0][-1])
 
     @property
     def full_bytes(self) -> int:
@@ -50,7 +52,7 @@ class ChainFloors:
         Where keeping everything is not the fastest way, all that could ever be there at once.
         """
         if self.costs.fastest_is_least:
-            return int(self.full[0][-1])
+            return int(self.full[True][0][-1])
         options = [option for options in self.costs.first_options.of for option in options]
         kept_bytes = sum(
             max(option.kept_bytes for option in options) for options in self.costs.first_options.of
@@ -60,23 +62,28 @@ class ChainFloors:
 
     def _fill(self, first: int) -> None:
         costs, n = self.costs, self.costs.num_units
-        least, full = np.empty(n - first, dtype=np.int64), np.empty(n - first, dtype=np.int64)
+        for table in (self.least, self.full):
+            table[True][first] = table[False][first] = np.full(n - first, NEVER, dtype=np.int64)
+            if costs.frees[first]:
+                table[False][first] = table[True][first].copy()
         needs = costs.sweep_needs(first)
         input_bytes = int(costs.output_bytes[first - 1]) if first else 0
         for last in range(first, n):
             if costs.is_never(first, last):
-                least[last - first] = full[last - first] = self.right[last][first] = NEVER
+                self.right[last][first] = NEVER
                 continue
-            floor = min(self._option_floor(option, first, last) for option in costs.options(last).of[first])
-            num_cuts = last - first
+            num_cuts, by_cut = last - first, NEVER
             if num_cuts:
                 swept = needs[:num_cuts] + costs.before_bytes[last]
                 right = self.right[last][first + 1 :]
-                floor = min(floor, int(np.maximum(np.maximum(right, swept), least[:num_cuts]).min()))
-            least[num_cuts] = floor
-            full[num_cuts] = self._full(first, last)
-            self.right[last][first] = floor + input_bytes
-        self.least[first], self.full[first] = least, full
+                left = self.least[True][first][:num_cuts]
+                by_cut = int(np.maximum(np.maximum(right, swept), left).min())
+            for is_held in (True, False) if costs.frees[first] else (True,):
+                options = costs.options(last, is_held=is_held).of[first]
+                by_option = min(self._option_floor(option, first, last) for option in options)
+                self.least[is_held][first][num_cuts] = min(by_cut, by_option)
+                self.full[is_held][first][num_cuts] = self._full(first, last, is_held=is_held)
+            self.right[last][first] = self.least[False][first][num_cuts] + input_bytes
 
     def _option_floor(self, option: OptionCosts, first: int, last: int) -> int:
         """The least bytes if unit ``first`` keeps everything under an option (or runs from its input)."""
@@ -85,13 +92,14 @@ class ChainFloors:
         own = max(option.forward_bytes + int(self.costs.before_bytes[last]), option.backward_bytes)
         if first == last:
             return own
-        rest = int(self.least[first + 1][last - first - 1])
+        rest = int(self.least[option.holds_output][first + 1][last - first - 1])
         return max(own, option.kept_bytes + rest)
 
-    def _full(self, first: int, last: int) -> int:
+    def _full(self, first: int, last: int, *, is_held: bool) -> int:
+        options = self.costs.options(last, is_held=is_held)
         if first == last:
-            return self._option_floor(self.costs.options(last).closing[first], first, last)
-        option = self.costs.options(last).fastest[first]
+            return self._option_floor(options.closing[first], first, last)
+        option = options.fastest[first]
         own = max(option.forward_bytes + int(self.costs.before_bytes[last]), option.backward_bytes)
-        rest = int(self.full[first + 1][last - first - 1])
+        rest = int(self.full[option.holds_output][first + 1][last - first - 1])
         return max(own, option.kept_bytes + rest)

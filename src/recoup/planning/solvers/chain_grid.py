@@ -14,6 +14,8 @@ from recoup.planning.solvers.chain_table import Floats, Rounding
 
 __all__ = ["Grid", "Scan", "Tables"]
 
+_HIGHER_LEVELS, _UNITS_A_LEVEL = 4, 32
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -76,7 +78,8 @@ class Scan:
     """Finds the highest level whose schedule fits, by simulation.
 
     Rows fall with the level, so the highest level that fits is the best; and more bytes can only make higher
-    levels fit. So the answers are monotone, whatever the rounding did.
+    levels fit. So the answers are monotone, whatever the rounding did. A schedule may need less than its level says,
+    by rounding errors that grow with the number of units: the search begins so much higher.
     """
 
     def __init__(self, tables: Tables, grid: Grid) -> None:
@@ -87,10 +90,11 @@ class Scan:
     def best(self, num_bytes: int) -> tuple[float, Schedule | None]:
         """Seconds and schedule of the best level that fits; infinity and ``None`` if none does."""
         table = self._tables.table(self._grid, Rounding.NEAREST)
-        row = table.whole_row
+        row, num_units = table.whole_row, self._tables.problem.num_units
         # A fixed choice of levels: reading all those of a long chain would take longer than solving it.
-        stride = 1 + table.num_levels * self._tables.problem.num_units // 400_000
-        level = min(num_bytes // table.level_bytes, table.num_levels) // stride * stride
+        stride = 1 + table.num_levels * num_units // 400_000
+        higher = _HIGHER_LEVELS + num_units // _UNITS_A_LEVEL
+        level = min(num_bytes // table.level_bytes + higher, table.num_levels) // stride * stride
         while level >= 0 and row[level] < float("inf"):
             peak_bytes, schedule = self._read(level)
             if peak_bytes <= num_bytes:

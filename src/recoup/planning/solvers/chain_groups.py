@@ -3,7 +3,8 @@
 A group's options are a few ways to run its units, one option each (from keeping everything down to keeping
 only inputs), and one that keeps only the group's input and replays it whole. What they hold and need is
 measured by simulating the group alone, so a plan for the groups is a plan for the units that needs no more
-bytes. A group with a unit that ``runs_once`` runs once itself, so those units get groups of their own as far
+bytes: the input of a group stays, though its first unit might free it.
+A group with a unit that ``runs_once`` runs once itself, so those units get groups of their own as far
 as the number of groups allows. Cuts inside a group are lost: this is a restriction, and plans found this way
 claim no optimality. Planning a hierarchy of sub-graphs is the idea of the successors of Rockmate; here the
 groups are fixed.
@@ -11,6 +12,7 @@ groups are fixed.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -95,6 +97,8 @@ def group_chain(problem: Problem, *, num_groups: int) -> Grouping:
         # Equal groups are measured once; names do not matter.
         key = (source_bytes, tuple(_numbers(unit) for unit in members))
         if key not in known:
+            head = tuple(replace(option, freed_input_bytes=0) for option in members[0].options)
+            members = (replace(members[0], options=head), *members[1:])
             known[key] = _measure(Problem(members, input_gradient_bytes=source_bytes))
         mixes.append(known[key])
         units.append(

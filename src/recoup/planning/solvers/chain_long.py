@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
@@ -46,22 +48,22 @@ class PreparedLongChain(Prepared):
         self._scan = Scan(self, self.near) if run_levels else None
         self._tables: dict[Rounding, RunTable] = {}
 
-    @property
+    @cached_property
     def smallest_bytes(self) -> int:
-        """The least budget with which the groups can run."""
-        return self.groups.smallest_bytes
+        """What the groups' schedule at their least budget really needs."""
+        return simulate(self.problem, self._in_groups(self.groups.smallest_bytes)).peak_bytes
 
     def suggested_budgets(self) -> list[int]:
         """Those of the groups."""
-        return self.groups.suggested_budgets()
+        return [self.smallest_bytes, *self.groups.suggested_budgets()[1:]]
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """The better of the groups' schedule and the run's."""
-        found = self.groups.best(budget_bytes)
-        if found is None:
+        least_bytes = self.groups.smallest_bytes
+        if budget_bytes < least_bytes and budget_bytes < self.smallest_bytes:
             return None
-        seconds = self._seconds(found.schedule)
-        schedule = self.grouping.expand(found.schedule)
+        schedule = self._in_groups(max(budget_bytes, least_bytes))
+        seconds = simulate(self.problem, schedule).seconds
         num_bytes = budget_bytes - self.fixed_bytes
         relaxed_s = relaxed_bound(self.problem, budget_bytes).seconds
         if self._scan is None:
@@ -71,7 +73,8 @@ class PreparedLongChain(Prepared):
             run_s, run_schedule = self._scan.best(clamped)
             if run_schedule is not None and run_s < seconds:
                 seconds, schedule = run_s, run_schedule
-        if num_bytes > self.near.top_bytes:
+        # The run's parts know of no inputs that go.
+        if num_bytes > self.near.top_bytes or any(self.costs.frees):
             return Candidate(schedule, Bound(relaxed_s, schedules=ALL_SCHEDULES))
         proven = self.table(self.near, Rounding.DOWN)
         proven_s = float(proven.whole_row[min(num_bytes // proven.level_bytes, proven.num_levels)])
@@ -79,8 +82,10 @@ class PreparedLongChain(Prepared):
             schedule, Bound(min(max(relaxed_s, proven_s), seconds), schedules=PERSISTENT_SCHEDULES)
         )
 
-    def _seconds(self, schedule: Schedule) -> float:
-        return simulate(self.grouping.problem, schedule).seconds
+    def _in_groups(self, budget_bytes: int) -> Schedule:
+        found = self.groups.best(budget_bytes)
+        assert found is not None
+        return self.grouping.expand(found.schedule)
 
     def table(self, grid: Grid, rounding: Rounding) -> RunTable:
         """The run's table, filled at its first use."""

@@ -9,7 +9,7 @@ from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain_costs import ChainCosts
 from recoup.planning.solvers.chain_floors import ChainFloors
 from recoup.planning.solvers.chain_grid import Grid, Scan
-from recoup.planning.solvers.chain_readout import keep_everything, read_schedule
+from recoup.planning.solvers.chain_readout import as_schedule, keep_everything, read_schedule
 from recoup.planning.solvers.chain_table import ChainTable, Floats, Rounding
 
 __all__ = ["PreparedChain"]
@@ -63,8 +63,8 @@ class PreparedChain(Prepared):
             return None
         if num_bytes >= self.floors.full_bytes and self.costs.fastest_is_least:
             last = self.costs.num_units - 1
-            seconds = self.costs.options(last).full_s(0, last)
-            schedule = Schedule(keep_everything(self.costs, 0, last))
+            seconds = self.costs.options(last, is_held=True).full_s(0, last)
+            schedule = as_schedule(self.costs, keep_everything(self.costs, 0, last, is_held=True))
         elif self.is_exact:
             table = self.table(self.whole, Rounding.UP)
             seconds, schedule = table.whole_value(num_bytes), read_schedule(table, num_bytes)

@@ -22,7 +22,7 @@ from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.solvers.chain_costs import ChainCosts, OptionCosts
 from recoup.planning.solvers.chain_floors import NEVER
-from recoup.planning.solvers.chain_readout import keep_everything, sweep
+from recoup.planning.solvers.chain_readout import as_schedule, keep_everything, sweep
 from recoup.planning.solvers.chain_table import Floats, Rounding
 
 __all__ = ["Run", "RunTable", "find_run", "read_run_schedule"]
@@ -54,10 +54,9 @@ class Run(NamedTuple):
 
 
 def find_run(problem: Problem) -> Run:
-    """The longest run of units that are equal in all that the recurrences read, the last unit excluded.
+    """The longest run of units that are equal in all that the recurrences read, the sizes of their inputs included.
 
-    The sizes of a unit's input belong to it, and whether the unit before may hold it. The last unit is special
-    because its gradient comes late.
+    The last unit is special, because nothing reads its output.
 
     >>> from recoup.planning.problem import Unit
     >>> units = [
@@ -73,7 +72,7 @@ def find_run(problem: Problem) -> Run:
         sizes = (unit.output_bytes, unit.gradient_bytes)
         flags = (unit.skips, unit.runs_once)
         numbers.append((unit.options, *sizes, unit.lasting_bytes, *flags, source))
-        source = (*sizes, any(option.holds_output for option in unit.options))
+        source = sizes
     best, first = Run(0, 1), 0
     for index in range(1, len(numbers) - 1):
         if numbers[index] != numbers[index - 1]:
@@ -165,7 +164,7 @@ class RunTable:
             return
         self.full[first, last] = self._full(first, last)
         high = self.saturation(first, last)
-        options = self.costs.options(last)
+        options = self.costs.options(last, is_held=True)
         row[high:] = options.full_s(first, last)
         for option in options.of[first]:
             self._fill_option(first, last, option, row[:high])
@@ -183,8 +182,8 @@ class RunTable:
 
     def _full(self, first: int, last: int) -> int:
         if first == last:
-            return self.needed_bytes(first, last, self.costs.options(last).closing[first])
-        option = self.costs.options(last).fastest[first]
+            return self.needed_bytes(first, last, self.costs.options(last, is_held=True).closing[first])
+        option = self.costs.options(last, is_held=True).fastest[first]
         rest = option.kept_bytes + self.full[self.key(first + 1, last)]
         return max(self.needed_bytes(first, last, option), rest)
 
@@ -325,17 +324,17 @@ def read_run_schedule(table: RunTable, level: int) -> Schedule:
         if not isinstance(item, _Part):
             actions.append(item)
         elif item.level >= table.saturation(item.first, item.last):
-            actions += keep_everything(table.costs, item.first, item.last)
+            actions += keep_everything(table.costs, item.first, item.last, is_held=True)
         else:
             todo += reversed(_expand(table, item))
-    return Schedule(actions)
+    return as_schedule(table.costs, actions)
 
 
 def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
     """One decision: the actions and smaller parts that a part consists of."""
     first, last, level = part
     best_s, choice, cut = float("inf"), 0, 0
-    for index, option in enumerate(table.costs.options(last).of[first]):
+    for index, option in enumerate(table.costs.options(last, is_held=True).of[first]):
         if table.level(table.needed_bytes(first, last, option)) > level:
             continue
         seconds = option.closing_s
@@ -359,7 +358,7 @@ def _expand(table: RunTable, part: _Part) -> list[_Part | Action]:
             right,
             _Part(first, cut - 1, table.left_level(part.level, first, cut, last)),
         ]
-    option = table.costs.options(last).of[first][choice]
+    option = table.costs.options(last, is_held=True).of[first][choice]
     backward = Backward(first, option=option.index)
     if first == last and option.is_direct:
         return [backward]

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from recoup.errors import BudgetError, GraphError
+from recoup.planning.checks import check_seconds
 from recoup.planning.graphs import Compute, Drop, OrderedGraph, actions_of, simulate_actions
 from recoup.planning.solvers.dag_bound import gap_bound_s
 from recoup.planning.solvers.dag_greedy import Weights, greedy_order
@@ -123,6 +124,7 @@ def solve_dag(
     """
     if effort not in _EFFORTS:
         raise GraphError(f"effort must be one of {', '.join(_EFFORTS)}; got {effort!r}.")
+    check_seconds("solve_dag", error=GraphError, time_limit_s=time_limit_s)
     budget = parse_bytes(budget_bytes)
     search = _Search(graph, budget=budget, seed=seed, deadline=time.perf_counter() + time_limit_s)
     search.offer(range(len(graph)), "plain")

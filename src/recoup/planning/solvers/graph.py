@@ -20,7 +20,8 @@ from itertools import groupby
 
 import numpy as np
 
-from recoup.errors import BudgetError
+from recoup.errors import BudgetError, GraphError
+from recoup.planning.checks import check_seconds
 from recoup.planning.graphs import OpGraph, evaluate_held
 from recoup.planning.solvers.graph_between import best_within
 from recoup.planning.solvers.graph_choice import Choice, choice_of
@@ -176,6 +177,7 @@ def hold_plan(
     >>> print(hold_plan(graph, limit_bytes=5))
     hold 5 B of 5 B, recompute 2 operations in 5 s; optimal (program)
     """
+    check_seconds("hold_plan", error=GraphError, time_limit_s=time_limit_s)
     limit = parse_bytes(limit_bytes)
     frontier = frontier or hold_frontier(graph)
     index = frontier._first_within(limit)

@@ -51,10 +51,10 @@ def extra_forwards(num_steps: int, *, num_slots: int) -> int:
 
 
 def _check(num_steps: int, num_slots: int) -> None:
-    if num_steps < 1 or num_slots < 1:
+    if type(num_steps) is not int or type(num_slots) is not int or num_steps < 1 or num_slots < 1:
         raise ProblemError(
-            f"Revolve needs at least one step and one slot (the input takes one); got {num_steps} steps and"
-            f" {num_slots} slots."
+            f"Revolve needs at least one step and one slot (the input takes one); got {num_steps!r} steps and"
+            f" {num_slots!r} slots."
         )
 
 

@@ -22,11 +22,14 @@ of one sequence of blocks with a common transient; here every moment of the step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 from recoup.errors import BudgetError
 from recoup.planning.problem import Problem
 from recoup.planning.simulate import simulate
 from recoup.planning.solvers.base import Bound, Candidate, Prepared, Solver
-from recoup.planning.solvers.select_levels import Levels
+from recoup.planning.solvers.select_levels import Levels, all_choices
 from recoup.planning.solvers.select_search import Selector
 from recoup.sizes import format_bytes
 
@@ -86,28 +89,33 @@ class PreparedSelect(Prepared):
     def __init__(self, problem: Problem, *, time_limit_s: float) -> None:
         self.problem = problem
         self.levels = Levels(problem)
-        self.selector = Selector(self.levels, time_limit_s=time_limit_s)
+        self.selector = self.prover = Selector(self.levels, time_limit_s=time_limit_s)
+        proving = Levels(problem, all_choices(problem, is_bound=True))
+        if proving.choices != self.levels.choices:
+            self.prover = Selector(proving, time_limit_s=time_limit_s)
 
-    @property
+    @cached_property
     def smallest_bytes(self) -> int:
-        """The smallest budget that one option per unit can meet."""
-        return self.selector.smallest_bytes
+        """The smallest budget that one option per unit is known to meet; less than counted where more inputs go."""
+        return simulate(self.problem, self.levels.schedule(self.selector.smallest)).peak_bytes
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """The best selection's schedule, with its bound, or ``None`` if none fits."""
         if budget_bytes < self.smallest_bytes:
             return None
-        selection = self.selector.select([budget_bytes])[0]
-        schedule = self.levels.schedule(selection.positions)
-        return Candidate(schedule, Bound(selection.bound_s, schedules=ONE_OPTION_SCHEDULES))
+        positions: Sequence[int] = self.selector.smallest
+        if budget_bytes >= self.selector.smallest_bytes:
+            positions = self.selector.select([budget_bytes])[0].positions
+        bound_s = self.prover.select([budget_bytes])[0].bound_s
+        return Candidate(self.levels.schedule(positions), Bound(bound_s, schedules=ONE_OPTION_SCHEDULES))
 
     def suggested_budgets(self) -> list[int]:
         """Budgets from the smallest up to where the fastest selection fits, solved together."""
-        low, high = self.smallest_bytes, self.selector.fastest_bytes
+        low, high = self.selector.smallest_bytes, self.selector.fastest_bytes
         steps = _NUM_SUGGESTED - 1
         budgets = sorted({low + (high - low) * step // steps for step in range(_NUM_SUGGESTED)})
         self.selector.select(budgets)
-        return budgets
+        return sorted({self.smallest_bytes, *budgets})
 
     def budget_error(self, budget_bytes: int) -> BudgetError:
         """What to say of a budget below the smallest."""

@@ -16,6 +16,11 @@ NOTE [ One constraint per unit ]
         H_i + need_bytes[i, choice of i] <= M    for every unit i,    and    floor_bytes <= M.
 
     Skips are in the constants: the gradient of a skip's source appears with the backward of its last reader.
+
+NOTE [ Inputs that go ]
+    A kept unit whose option frees its input holds so much less (below 0 if it holds nothing else), unless the
+    unit before holds its output: that is for another choice to say. So schedules count inputs as freed only where
+    no option of the unit before holds its output, and bounds wherever one may not.
 """
 
 from __future__ import annotations
@@ -213,9 +218,15 @@ def backward_actions(unit: int, choice: Choice) -> list[Action]:
     return [*again, Backward(unit, option=choice.option)]
 
 
-def all_choices(problem: Problem) -> list[list[Choice]]:
-    """The choices of every unit, with the constants of NOTE [ One constraint per unit ]."""
+def all_choices(problem: Problem, *, is_bound: bool = False) -> list[list[Choice]]:
+    """The choices of every unit, with the constants of NOTE [ One constraint per unit ].
+
+    Args:
+        problem: any.
+        is_bound: whether they are for a bound, and not for schedules: see NOTE [ Inputs that go ].
+    """
     units = problem.units
+    goes = _inputs_that_go(problem, is_bound=is_bound)
     # Outputs and parameter gradients that are there; gradients of outputs come and go with the backwards.
     forward_bytes = problem.resident_bytes + problem.input_bytes
     waiting = _waiting_gradients(problem)
@@ -238,9 +249,10 @@ def all_choices(problem: Problem) -> list[list[Choice]]:
                 backward_bytes + unit.output_bytes + option.held_bytes + option.forward_transient_bytes
             )
             plain_s, own_s = unit.lightest.forward_s, (option.forward_s, option.extra_s, option.backward_s)
-            held_bytes, kept_s = option.held_bytes, math.fsum(own_s)
+            freed_bytes, kept_s = option.freed_input_bytes * goes[index], math.fsum(own_s)
+            held_bytes = option.held_bytes - freed_bytes
             replayed_s = math.fsum((plain_s, option.again_s, *own_s))
-            choices.append(Choice(position, Run.KEPT, held_bytes, kept_need, back_need, kept_s))
+            choices.append(Choice(position, Run.KEPT, held_bytes, kept_need, back_need - freed_bytes, kept_s))
             if unit.runs_once:
                 continue
             if not option.needs_forward:
@@ -251,6 +263,18 @@ def all_choices(problem: Problem) -> list[list[Choice]]:
         # Of equal choices the first stays: an option of its own goes before a replay of another.
         found.append(choices + replayed)
     return found
+
+
+def _inputs_that_go(problem: Problem, *, is_bound: bool) -> list[bool]:
+    """For each unit, whether its input counts as freed by options that free it."""
+    skipped_from = {source for unit in problem.units for source in unit.skips}
+    goes = [False]
+    for index, unit in enumerate(problem.units[:-1]):
+        holding = [option.holds_output for option in unit.options]
+        # A unit that may run again may leave its output to others whatever its option.
+        is_held = all(holding) and unit.runs_once if is_bound else any(holding)
+        goes.append(not is_held and index not in skipped_from)
+    return goes
 
 
 def _waiting_gradients(problem: Problem) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from recoup.planning.checks import check_seconds
 from recoup.planning.solvers.select_labels import search_labels
 from recoup.planning.solvers.select_levels import Levels
 from recoup.planning.solvers.select_prices import Pricer
@@ -50,6 +51,7 @@ class Selector:
     """
 
     def __init__(self, levels: Levels, *, time_limit_s: float) -> None:
+        check_seconds("Selector", time_limit_s=time_limit_s)
         self.levels = levels
         self.max_labels = max(_MIN_LABELS, int(time_limit_s * _LABELS_A_SECOND) // levels.num_units)
         self.max_nodes = max(1, int(time_limit_s * _NODES_A_SECOND))

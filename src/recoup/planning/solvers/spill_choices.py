@@ -41,7 +41,8 @@ class SpillChoices:
         }
         outputs = _outputs_by_reader(problem)
         self.choices: list[list[Choice]] = []
-        for unit, plain in enumerate(all_choices(problem)):
+        # Schedules are simulated, whatever they count on; bounds are not.
+        for unit, plain in enumerate(all_choices(problem, is_bound=True)):
             moved = list(self._with_moves(unit, plain, outputs[unit]))
             # Without moves first: of equal choices the first stays.
             self.choices.append([*plain, *moved])
