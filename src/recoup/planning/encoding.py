@@ -159,8 +159,10 @@ def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
         body: the plan's fields.
         problem: that it is for, where its own is left out.
     """
-    names = {"budget_bytes", "schedule", "solver", "bound", "predicted", "checksum"}
-    expect_keys("A plan", body, names if problem is not None else {*names, "problem"})
+    names = {"budget_bytes", "schedule", "solver", "bound", "predicted"} | (
+        {"problem"} if problem is None else set()
+    )
+    expect_keys("A plan", body, {*names, "checksum"}, names)
     problem = decode_problem(body["problem"]) if problem is None else problem
     schedule = _schedule(body["schedule"])
     predicted = simulate(problem, schedule)
@@ -179,7 +181,8 @@ def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
         predicted=predicted,
     )
     _check_claims(plan)
-    if body["checksum"] != _checksum(body):
+    # Plans of version 0.2 have none.
+    if body.get("checksum", _checksum(body)) != _checksum(body):
         raise EncodingError(
             "The plan's 'checksum' is not that of its budget_bytes, solver and bound: it has been altered."
         )
