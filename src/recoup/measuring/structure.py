@@ -235,7 +235,8 @@ class _Looker:
         # Before it runs: it may add to a list that it is given.
         remade = self._remade(tensors_in(given), numbers)
         self._saved_arguments: set[int] = set()
-        inside: dict[nn.Module, dict[int, int]] = {}
+        saved: Storages = {}
+        inside: dict[nn.Module, Storages] = {}
         current: list[nn.Module] = []
         in_place: set[nn.Module] = set()
 
@@ -246,11 +247,19 @@ class _Looker:
             number = self.numbers.number(storage)
             if number in arguments:
                 self._saved_arguments.add(number)
-            elif number is not None and current:
-                inside.setdefault(current[0], {})[number] = storage.nbytes()
+            elif number is not None:
+                saved[number] = storage.nbytes()
+                if current:
+                    inside.setdefault(current[0], {})[number] = storage.nbytes()
 
+        self.tracker.begin()
         with _noting_inside(self.inside.get(call.module, []), current, in_place):
             output = call.glance(note)
+        taken = (
+            sum(saved.values()),
+            self.tracker.recent_peak_bytes,
+            *(n in self._saved_arguments for n in numbers),
+        )
         names = {module: name for name, module in call.module.named_modules()}
         saved_inside = {
             names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
@@ -261,7 +270,7 @@ class _Looker:
                 call.name,
                 call.module,
                 (*alike, *_flags(call), *saved_inside),
-                (*alike, *saved_inside.items()),
+                (*alike, *saved_inside.items(), *taken),
                 arguments,
                 numbers,
                 remade,
