@@ -11,7 +11,7 @@ from recoup import planning
 from recoup.engines.tree import Item, Leaf, Segment, leaves_of, tree_of
 from recoup.errors import BudgetError
 from recoup.measuring.budgets import read_share
-from recoup.measuring.options import KEEP, Recipe
+from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
 from recoup.measuring.profile import Profile, ProfiledUnit
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
@@ -230,14 +230,15 @@ def _swept_bytes_by_unit(plan: ModelPlan) -> dict[int, int]:
 def _swept_bytes(plan: ModelPlan, leaf: Leaf) -> int:
     """What one unit holds when it is replayed as a whole: copies of buffers, arguments from outside its segment.
 
-    Modules inside it that are replayed again hold copies too. Where that was not measured, as much as with any of them.
+    Modules inside it that are replayed again hold copies too, as does the whole unit where it is replayed again. Where
+    that was not measured, as much as with any of them.
     """
     unit, recipe = plan.profile.units[leaf.unit], plan.recipe(leaf)
     options = zip(unit.recipes, plan.profile.problem.units[leaf.unit].options, strict=True)
     held = {found: option.held_bytes for found, option in options if found.whole}
     whole = replace(recipe, whole=True)
     if whole in held:
-        return held[whole]
+        return held[whole] + (held.get(RECOMPUTE, held[whole]) if recipe.whole else 0)
     return max(held.values(), default=0) if recipe.inner else min(held.values(), default=0)
 
 

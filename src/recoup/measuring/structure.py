@@ -260,13 +260,11 @@ class _Looker:
                     inside.setdefault(current[0], {})[number] = storage.nbytes()
 
         self.tracker.begin()
+        made_bytes = self.tracker.made_bytes
         with _noting_inside(self.inside.get(call.module, []), current, in_place):
             output = call.glance(note)
-        taken = (
-            sum(saved.values()),
-            self.tracker.recent_peak_bytes,
-            *(n in self._saved_arguments for n in numbers),
-        )
+        made_bytes = self.tracker.made_bytes - made_bytes
+        taken = (sum(saved.values()), made_bytes, self.tracker.recent_peak_bytes)
         names = {module: name for name, module in call.module.named_modules()}
         saved_inside = {
             names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
@@ -277,7 +275,7 @@ class _Looker:
                 call.name,
                 call.module,
                 (*alike, *_flags(call), *saved_inside),
-                (*alike, *saved_inside.items(), *taken),
+                (*alike, *saved_inside.items(), taken, tuple(n in self._saved_arguments for n in numbers)),
                 arguments,
                 numbers,
                 remade,
