@@ -13,6 +13,7 @@ from recoup.errors import BudgetError
 from recoup.measuring.budgets import read_share
 from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
 from recoup.measuring.profile import Profile, ProfiledUnit
+from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
 from recoup.sizes import format_bytes
@@ -30,6 +31,7 @@ __all__ = [
 
 # What an eager model can run: options per unit, and (nested) segments. No moves to other stores.
 _SOLVERS = (ChainSolver(), SelectSolver())
+_MOST_TIGHTER = 4
 _NOTED_SHARE = 0.01
 """An output that takes less of the peak than this is not worth a sentence."""
 
@@ -271,9 +273,40 @@ def smallest_budget(plan: ModelPlan, measured_bytes: int = 0) -> int:
 
 
 def tightest(profile: Profile) -> ModelPlan:
-    """The plan at the planner's smallest budget. It may need less than that, where the planner works in groups."""
-    smallest = planning.minimum_budget(profile.problem, solvers=_SOLVERS)
-    return ModelPlan(profile, planning.plan(profile.problem, smallest, solvers=_SOLVERS), smallest)
+    """The plan that needs the least memory, as predicted; the same one whatever the seconds of the day.
+
+    At the planner's smallest budget, segments may hold more than they save: then others need less.
+    """
+    steady = replace(profile, problem=_with_steady_seconds(profile))
+    smallest = planning.minimum_budget(steady.problem, solvers=_SOLVERS)
+    best = ModelPlan(steady, planning.plan(steady.problem, smallest, solvers=_SOLVERS), smallest)
+    for _ in range(_MOST_TIGHTER):
+        peak_bytes = _peak_bytes(best)
+        is_least = peak_bytes <= max(smallest, profile.residents.optimizer_peak_bytes)
+        tighter = None if is_least else _plan_below(steady, peak_bytes - 1)
+        if tighter is None:
+            break
+        best = tighter
+    found, problem = best.schedule, profile.problem
+    bound = relaxed_bound(problem, found.budget_bytes)
+    predicted = planning.simulate(problem, found.schedule)
+    return ModelPlan(
+        profile, replace(found, problem=problem, bound=bound, predicted=predicted), best.budget_bytes
+    )
+
+
+def _with_steady_seconds(profile: Profile) -> planning.Problem:
+    """The problem with the number of forwards in the place of seconds, so that equal plans are told apart by that."""
+    units = []
+    for unit, profiled in zip(profile.problem.units, profile.units, strict=True):
+        options = [
+            replace(
+                option, forward_s=1.0, backward_s=1.0 + recipe.whole + 0.1 * len(recipe.inner), again_s=0.0
+            )
+            for option, recipe in zip(unit.options, profiled.recipes, strict=True)
+        ]
+        units.append(replace(unit, options=tuple(options)))
+    return replace(profile.problem, units=tuple(units))
 
 
 def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> BudgetError:
