@@ -4,7 +4,8 @@ Run: ``python benchmarks/primitive.py`` (CPU, and CUDA where there is one). It c
 before it trusts a time, and writes ``benchmarks/results/primitive_HARDWARE_YYYYMM.md``.
 
 The overhead of a contender is what its forward and backward cost above the plain function's, replay included,
-in the same round; the table gives medians over rounds, and the quartiles of the ratio to torch's own.
+in the same round; the table gives medians over rounds, and the quartiles of the ratio to torch's own. The share of
+sampled comparison is what the default costs above ``check="metadata"`` in the same round, after its first calls.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def contenders() -> dict[str, Call]:
         "torch, non-reentrant": lambda fn, x: torch_own(fn, x, use_reentrant=False),
         "torch, reentrant": lambda fn, x: torch_own(fn, x, use_reentrant=True),
         "recoup": recoup.checkpoint,
+        "recoup, check='metadata'": recoup.Checkpoint(check="metadata"),
     }
     try:
         import torch_remat
@@ -112,7 +114,24 @@ def measure(device: str, num_saved: int, num_rounds: int) -> list[str]:
         rows.append(
             row + f" {statistics.median(overhead[name]):.0f} | {middle:.2f} | {low:.2f} to {high:.2f} |"
         )
+    rows.append(f"\n{device}, {num_saved} saved: {sampling_share(fn, leaf, num_rounds)}\n")
     return rows
+
+
+def sampling_share(fn: Function, leaf: Tensor, num_rounds: int) -> str:
+    """What sampled comparison costs in steady state, as a share of the primitive's overhead."""
+    ways: dict[str, Call] = {
+        "plain": lambda fn, x: fn(x),
+        "sampled": recoup.checkpoint,
+        "metadata": recoup.Checkpoint(check="metadata"),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(4 * num_rounds):
+        for name, call in ways.items():
+            times[name].append(time_round(call, fn, leaf, num_calls=10))
+    plain, sampled, metadata = (statistics.median(found) for found in times.values())
+    share = (sampled - metadata) / (metadata - plain)
+    return f"sampled comparison {sampled - metadata:.1f} µs of {metadata - plain:.1f} µs, {share:.1%}"
 
 
 def hardware() -> str:

@@ -22,7 +22,7 @@ ALLOWED = {
     "measuring": {"checkpointing", "planning"},
     "report": {"engines", "measuring", "planning"},
     "manual": {"planning", "policies", "stores"},
-    "engines": {"planning", "stores", "checkpointing", "measuring"},
+    "engines": {"planning", "policies", "stores", "checkpointing", "measuring"},
     "auditing": {"checkpointing", "measuring"},
     "fitting": {"auditing", "engines", "measuring", "planning", "report"},
     "demo": {"fitting", "measuring"},

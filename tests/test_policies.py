@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from recoup.policies import (
     EveryN,
     KeepAll,
     KeepNone,
+    KeepUnits,
     Policy,
     SegmentPolicy,
     Segments,
@@ -112,6 +114,70 @@ def test_a_segment_policy_keeps_first_units_and_outsiders(costs: list[float], po
     inside = policy.recomputes(len(costs), costs)
     expected = tuple(unit in firsts or not inside[unit] for unit in range(len(costs)))
     assert policy.keeps(len(costs), costs) == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "segments"),
+    [
+        (KeepAll(), ()),
+        (EveryN(1), ()),
+        (KeepNone(), ((0, 6),)),
+        (EveryN(0), ((0, 6),)),
+        (EveryN(3), ((0, 2), (3, 5))),
+        (Selective(4), ((0, 1), (2, 3), (4, 6))),
+        (KeepUnits([2, 3]), ((0, 1), (3, 6))),
+        (Segments([(1, 1), (3, 4)]), ((1, 1), (3, 4))),
+    ],
+)
+def test_segments_reach_from_one_held_input_to_the_next(policy: Policy, segments: object) -> None:
+    assert policy.segments(7, [7.0, 1.0, 4.0, 2.5, 11.0, 0.5, 3.0]) == segments
+    assert EveryN(3).segments(0) == KeepNone().segments(1) == ()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [KeepAll(), KeepNone(), EveryN(3), EveryN(0), Selective(4), KeepUnits([2, 5]), Segments([(1, 3)])],
+)
+def test_one_unit_at_a_time_as_all_at_once(policy: Policy) -> None:
+    costs = [7.0, 1.0, 4.0, 2.5, 11.0, 0.5, 3.0]
+    assert tuple(policy.keeps_unit(unit, cost=cost) for unit, cost in enumerate(costs)) == policy.keeps(
+        7, costs
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "unit", "cost", "message"),
+    [
+        (UniformSegments(2), 0, None, r"divides all units at once.*Use keeps\(num_units\)"),
+        (BalancedSegments(2), 0, 1.0, "divides all units at once"),
+        (Selective(), 3, None, r"decides by cost, and none was given for unit 3\. Pass cost="),
+        (Selective(), 3, -1.0, "The cost of unit 3 must be a finite number"),
+        (EveryN(2), -1, None, "The unit must be a whole number, 0 or more; got -1"),
+        (EveryN(2), "a", None, "goes by numbers; got the name 'a'"),
+        (Segments([(0, 1)]), "a", None, "goes by numbers; got the name 'a'"),
+        (KeepUnits(["a"]), 0, None, "give numbers for numbers, names for names"),
+        (KeepUnits([0]), "a", None, "give numbers for numbers, names for names"),
+    ],
+)
+def test_what_one_unit_alone_does_not_tell(policy: Policy, unit: Any, cost: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        policy.keeps_unit(unit, cost=cost)
+
+
+def test_units_by_name() -> None:
+    policy = KeepUnits(["b", "a", "b"])
+    assert policy == KeepUnits(("a", "b")) != KeepUnits("a")
+    assert policy.keeps_unit("b")
+    assert not policy.keeps_unit("c")
+    assert policy.for_names(["a", "c", "b", "a"]) == KeepUnits([3, 0, 2])
+    with pytest.raises(PolicyError, match=r"names 'b', and there is no such unit\. The units are: a, x\."):
+        policy.for_names(["a", "x"])
+    with pytest.raises(PolicyError, match="names for names"):
+        policy.keeps(3)
+    with pytest.raises(PolicyError, match="unit 3 is out of range for 3 units"):
+        KeepUnits([0, 3]).keeps(3)
+    with pytest.raises(PolicyError, match=r"KeepUnits: a unit must be a whole number, 0 or more; got 1\.5"):
+        KeepUnits([1.5])  # type: ignore[list-item]
 
 
 def test_policies_are_values() -> None:

@@ -1,13 +1,14 @@
 """Which units' inputs are held for the backward, and which units are run again.
 
 A policy knows only numbers: how many units there are and, where it asks for them, what each costs to
-recompute. Policies are values: they compare, hash and print.
+recompute. `KeepUnits` also takes names. Policies are values: they compare, hash and print.
 
 =================== ==========================================================================
 `KeepAll`           every input is held, nothing is run again
 `KeepNone`          no input is held
 `EveryN`            the inputs of units 0, n, 2n, …
 `Selective`         the inputs of units that cost at least a threshold to recompute
+`KeepUnits`         the inputs of the units that you name or number
 `UniformSegments`   equally many units per segment; the first input of each is held
 `BalancedSegments`  segments whose largest cost is as small as it can be
 `Segments`          the segments that you give
@@ -16,6 +17,7 @@ recompute. Policies are values: they compare, hash and print.
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from abc import ABC, abstractmethod
@@ -32,6 +34,7 @@ __all__ = [
     "EveryN",
     "KeepAll",
     "KeepNone",
+    "KeepUnits",
     "Policy",
     "SegmentPolicy",
     "Segments",
@@ -74,9 +77,58 @@ class Policy(ABC):
         kept = self.keeps(num_units, costs)
         return (*(not keep for keep in kept[1:]), False)[:num_units]
 
+    def segments(self, num_units: int, costs: Sequence[float] | None = None) -> Bounds:
+        """Gives the first and the last unit of every segment, both inclusive, in order.
+
+        A segment reaches from one held input to the next: its units are replayed together from there. What comes
+        before the first is replayed from the input of all. A unit between two held inputs is in none: it is kept.
+
+        >>> EveryN(3).segments(7)
+        ((0, 2), (3, 5))
+        """
+        kept = self.keeps(num_units, costs)
+        starts = [unit for unit in range(num_units) if unit == 0 or kept[unit]]
+        return tuple((first, last) for first, last in _between(starts, num_units) if first < last)
+
+    def keeps_unit(self, unit: int | str, *, cost: float | None = None) -> bool:
+        """Tells whether one unit's input is held, as it comes: without knowing how many units there are.
+
+        Args:
+            unit: its number from 0; for `KeepUnits` also its name.
+            cost: what it costs to recompute.
+
+        Raises:
+            PolicyError: the policy has to know all units at once, or the cost.
+
+        >>> EveryN(3).keeps_unit(6), Selective(100).keeps_unit(0, cost=20)
+        (True, False)
+        """
+        if not isinstance(unit, str):
+            unit = _check_whole("The unit", unit)
+        if cost is not None:
+            cost = _check_cost(f"The cost of unit {unit!r}", cost)
+        elif self.needs_costs:
+            raise PolicyError(f"{self} decides by cost, and none was given for unit {unit!r}. Pass cost=….")
+        return self._keeps_unit(unit, 0.0 if cost is None else cost)
+
+    def for_names(self, names: Sequence[str]) -> Policy:
+        """This policy for units with these names: `KeepUnits` then has their numbers instead.
+
+        Raises:
+            PolicyError: it names a unit that there is not.
+        """
+        return self
+
     @abstractmethod
     def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
         """`keeps`, with arguments that were checked; without costs the tuple is empty."""
+
+    def _keeps_unit(self, unit: int | str, cost: float) -> bool:
+        """`keeps_unit`, with arguments that were checked."""
+        raise PolicyError(
+            f"{self} divides all units at once, and cannot decide about one as it comes. Use keeps(num_units), or a"
+            " policy that decides unit by unit, such as EveryN or Segments."
+        )
 
     def _check(self, num_units: int, costs: Sequence[float] | None) -> tuple[float, ...]:
         _check_whole("num_units", num_units)
@@ -89,32 +141,42 @@ class Policy(ABC):
         return _checked_costs(num_units, costs)
 
 
+class _UnitPolicy(Policy):
+    """Decides unit by unit."""
+
+    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
+        return tuple(self._keeps_unit(unit, costs[unit] if costs else 0.0) for unit in range(num_units))
+
+    @abstractmethod
+    def _keeps_unit(self, unit: int | str, cost: float) -> bool: ...
+
+
 @dataclass(frozen=True)
-class KeepAll(Policy):
+class KeepAll(_UnitPolicy):
     """Holds every input: the most memory, no recomputation.
 
     >>> KeepAll().keeps(3), KeepAll().recomputes(3)
     ((True, True, True), (False, False, False))
     """
 
-    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
-        return (True,) * num_units
+    def _keeps_unit(self, unit: int | str, cost: float) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
-class KeepNone(Policy):
+class KeepNone(_UnitPolicy):
     """Holds no input: the least memory, everything but the last unit is run again.
 
     >>> KeepNone().keeps(3), KeepNone().recomputes(3)
     ((False, False, False), (True, True, False))
     """
 
-    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
-        return (False,) * num_units
+    def _keeps_unit(self, unit: int | str, cost: float) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
-class EveryN(Policy):
+class EveryN(_UnitPolicy):
     """Holds the input of every unit whose number ``n`` divides; with ``n=0`` no unit is such a boundary.
 
     >>> EveryN().keeps(5)
@@ -126,12 +188,12 @@ class EveryN(Policy):
     def __post_init__(self) -> None:
         _check_whole("EveryN: n", self.n)
 
-    def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
-        return tuple(self.n > 0 and unit % self.n == 0 for unit in range(num_units))
+    def _keeps_unit(self, unit: int | str, cost: float) -> bool:
+        return self.n > 0 and _numbered(self, unit) % self.n == 0
 
 
 @dataclass(frozen=True)
-class Selective(Policy):
+class Selective(_UnitPolicy):
     """Holds the inputs of units whose recomputation costs at least ``threshold``.
 
     >>> Selective().keeps(3, costs=[20, 100, 350])
@@ -144,8 +206,55 @@ class Selective(Policy):
     def __post_init__(self) -> None:
         _check_cost("Selective: threshold", self.threshold)
 
+    def _keeps_unit(self, unit: int | str, cost: float) -> bool:
+        return cost >= self.threshold
+
+
+@dataclass(frozen=True)
+class KeepUnits(_UnitPolicy):
+    """Holds the inputs of the units that are given, by number or by name.
+
+    Names are those of a model's modules or of a chain's steps; every unit of that name is meant.
+
+    >>> KeepUnits([0, 3]).keeps(5)
+    (True, False, False, True, False)
+    >>> KeepUnits(["blocks.2"]).for_names(["embed", "blocks.0", "blocks.1", "blocks.2"])
+    KeepUnits(units=(3,))
+    """
+
+    units: tuple[int | str, ...]
+
+    def __post_init__(self) -> None:
+        given: Any = self.units
+        given = [given] if isinstance(given, (str, int)) else given
+        units = {unit if isinstance(unit, str) else _check_whole("KeepUnits: a unit", unit) for unit in given}
+        # Numbers first, so that equal policies compare equal.
+        object.__setattr__(
+            self, "units", tuple(sorted(units, key=lambda unit: (isinstance(unit, str), unit)))
+        )
+
+    def for_names(self, names: Sequence[str]) -> KeepUnits:
+        """With the numbers of the units that it names."""
+        for unit in self.units:
+            if isinstance(unit, str) and unit not in names:
+                raise PolicyError(f"{self} names {unit!r}, and there is no such unit. {_known(unit, names)}")
+        numbers = [number for number, name in enumerate(names) if name in self.units]
+        return KeepUnits((*(unit for unit in self.units if not isinstance(unit, str)), *numbers))
+
     def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:
-        return tuple(cost >= self.threshold for cost in costs)
+        for unit in self.units:
+            if not isinstance(unit, str) and unit >= num_units:
+                raise PolicyError(
+                    f"{self}: unit {unit} is out of range for {num_units} units, counted from 0."
+                )
+        return super()._keeps(num_units, costs)
+
+    def _keeps_unit(self, unit: int | str, cost: float) -> bool:
+        if any(isinstance(kept, str) != isinstance(unit, str) for kept in self.units):
+            raise PolicyError(
+                f"{self} cannot tell whether unit {unit!r} is one of them: give numbers for numbers, names for names."
+            )
+        return unit in self.units
 
 
 class SegmentPolicy(Policy):
@@ -155,7 +264,7 @@ class SegmentPolicy(Policy):
     """
 
     def segments(self, num_units: int, costs: Sequence[float] | None = None) -> Bounds:
-        """Gives the first and the last unit of every segment, both inclusive, in order.
+        """Gives the first and the last unit of every segment, both inclusive, in order; one unit may be a segment.
 
         >>> UniformSegments(3).segments(10)
         ((0, 2), (3, 5), (6, 9))
@@ -272,6 +381,10 @@ class Segments(SegmentPolicy):
         """
         return any(first <= unit <= last for first, last in self.bounds)
 
+    def _keeps_unit(self, unit: int | str, cost: float) -> bool:
+        number = _numbered(self, unit)
+        return not any(first < number <= last for first, last in self.bounds)
+
     def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
         for first, last in self.bounds:
             if last >= num_units:
@@ -282,13 +395,28 @@ class Segments(SegmentPolicy):
         return self.bounds
 
 
-def _check_whole(name: str, value: Any) -> None:
+def _check_whole(name: str, value: Any) -> int:
     try:
         whole = operator.index(value)
     except TypeError:
         whole = -1
     if whole < 0 or isinstance(value, bool):
         raise PolicyError(f"{name} must be a whole number, 0 or more; got {value!r}.")
+    return whole
+
+
+def _numbered(policy: Policy, unit: int | str) -> int:
+    if isinstance(unit, str):
+        raise PolicyError(f"{policy} goes by numbers; got the name {unit!r}. Give the unit's number, from 0.")
+    return unit
+
+
+def _known(name: str, names: Sequence[str]) -> str:
+    """What a wrong name may have meant."""
+    close = difflib.get_close_matches(name, names, n=3)
+    return (
+        f"Did you mean {' or '.join(map(repr, close))}?" if close else f"The units are: {', '.join(names)}."
+    )
 
 
 def _check_cost(name: str, value: Any) -> float:
@@ -320,7 +448,7 @@ def _checked_pair(pair: Any) -> tuple[int, int]:
 
 
 def _between(starts: Sequence[int], num_units: int) -> Bounds:
-    return tuple((first, end - 1) for first, end in zip(starts, (*starts[1:], num_units), strict=True))
+    return tuple((first, end - 1) for first, end in pairwise((*starts, num_units)))
 
 
 def _whole_weights(costs: Sequence[float]) -> list[int]:

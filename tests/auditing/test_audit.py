@@ -100,9 +100,7 @@ def test_random_numbers_are_found_even_where_two_runs_happen_to_agree() -> None:
 
 
 def test_a_generator_out_of_reach() -> None:
-    generators = {
-        "mine": [torch.Generator()]
-    }  # behind a function in an attribute, where a checkpoint does not look
+    generators = {"mine": [torch.Generator()] * 2000}  # more than what a checkpoint looks into
 
     def fn(unit: Unit, x: Tensor) -> Tensor:
         return torch.sin(x * unit.weight * torch.rand((), generator=generators["mine"][0]))

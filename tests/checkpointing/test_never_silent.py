@@ -130,18 +130,10 @@ def test_a_parameter_of_which_only_a_view_is_saved() -> None:
 
 def test_a_leaf_that_only_the_graph_knows() -> None:
     weight = nn.Parameter(torch.randn(4))
-
-    class Reader:
-        __slots__ = ("weight",)  # attributes that are not looked into
-
-        def __call__(self, x: Tensor) -> Tensor:
-            return x + self.weight.sin()
-
-    reader = Reader()
-    reader.weight = weight
-    loss = checkpoint(reader, make()).sum()
+    hidden = {index: None if index else weight for index in range(2000)}  # too many to be looked into
+    loss = checkpoint(lambda x: x + hidden[0].sin(), make()).sum()
     changed(weight)
-    with pytest.raises(InputChangedError, match=r"leaf of shape \[4\]"):
+    with pytest.raises(InputChangedError, match="a captured tensor was changed"):
         loss.backward()
 
 
@@ -241,14 +233,13 @@ def drifting(x: Tensor) -> Tensor:
 
 
 def test_values_that_drift() -> None:
-    checkpoint(
-        drifting, make()
-    ).sum().backward()  # the metadata are the same: documented, and why "values" exists
-    loss = Checkpoint(check="values")(drifting, make()).sum()
-    with pytest.raises(
-        ReplayMismatchError, match=r"Saved tensor 1 of 1, float32\[4\] on cpu, has other values"
-    ):
-        loss.backward()
+    Checkpoint(check="metadata")(drifting, make()).sum().backward()  # the metadata are the same
+    for call in (Checkpoint(check="values"), checkpoint):
+        loss = call(drifting, make()).sum()
+        with pytest.raises(
+            ReplayMismatchError, match=r"Saved tensor 1 of 1, float32\[4\] on cpu, has other values"
+        ):
+            loss.backward()
 
 
 def test_values_that_only_change_places() -> None:
@@ -287,7 +278,7 @@ def test_bad_arguments() -> None:
         checkpoint(torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Got a int as function"):
         Checkpoint()(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="check is 'metadata', 'values' or 'none'; got 'yes'"):
+    with pytest.raises(ValueError, match="check is 'sampled', 'metadata', 'values' or 'none'; got 'yes'"):
         Checkpoint(check="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="early_stop is True or False; got 'no'"):
         Checkpoint(early_stop="no")  # type: ignore[arg-type]

@@ -801,8 +801,9 @@ def test_describe_shows_the_calls() -> None:
     y = call(F.relu, call(F.gelu, torch.ones(2, 3, requires_grad=True) * 2))
     assert re.sub(r":\d+\)", ":LINE)", recoup.describe(y)) == (
         "<span of 2 calls:\n"
-        "  <checkpoint of gelu: holds [float32[2, 3]], 1 saved tensor to replay, no RNG state>\n"
-        "  <checkpoint of relu (functional.py:LINE): holds [], 1 saved tensor to replay, no RNG state>>"
+        "  <checkpoint of gelu: holds [float32[2, 3]], gives [float32[2, 3]], 1 saved tensor to replay, no RNG state>\n"
+        "  <checkpoint of relu (functional.py:LINE): holds [], gives [float32[2, 3]], 1 saved tensor to replay, no RNG"
+        " state>>"
     )
 
 

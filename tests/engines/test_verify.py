@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,17 @@ from torch import Tensor, nn
 
 import recoup
 from recoup import fitting
-from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove
+from recoup.engines import Leaf, ModelPlan, apply, comparing, is_applied, remove
+from recoup.engines.comparing import compare_units
+from recoup.engines.drift import differing, drift_between, fingerprint, on_host, too_far
 from recoup.engines.verify import _ENOUGH_S, Verification
 from recoup.errors import BudgetError, OverBudgetError, VerificationError
 from recoup.measuring import MemoryTracker, Profile
 from recoup.measuring.measure import Measured
 from recoup.measuring.meter import CpuMeter, Timing
+from recoup.measuring.options import Recipe
+from recoup.measuring.steps import TrainingStep
+from recoup.measuring.streaming import UnitCall
 from recoup.planning import Problem
 
 TICKS = itertools.count(1)
@@ -166,8 +172,13 @@ def test_parameters_that_drift_in_plain_steps_too_are_named() -> None:
     """All of them here: the scale goes into every gradient."""
     model, x = Around(Drifting()), torch.randn(64, 16)
     fitted = recoup.fit(model, x, budget=middle(model, x, 0.0, unsafe={"unit": "drifts"}) + 5000, units=UNITS)
-    assert set(fitted.verification.drifting) == {name for name, _ in model.named_parameters()}
-    assert "not deterministic in plain steps either: first.0.0.bias, " in str(fitted)
+    found = {drift.name: drift for drift in fitted.verification.drifting}
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    assert all(drift.relative_error > 0 and -1 <= drift.cosine <= 1 for drift in found.values())
+    assert fitted.verification.gradients.startswith(
+        "not bit-equal, as in plain steps: 10 with a relative error up to"
+    )
+    assert "not deterministic in plain steps either: first.0.0.bias (relative error " in str(fitted)
 
 
 def forced(model: nn.Module, x: Tensor) -> ModelPlan:
@@ -182,7 +193,7 @@ def test_a_unit_that_does_not_repeat_itself_is_named() -> None:
     apply(model, plan)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        VerificationError, match=r"gradient of 'first\.0\.0\.bias'.*differs from the plain step's"
+        VerificationError, match=r"(?s)does not repeat the forward.*has other values.*recoup\.audit"
     ):
         recoup.verify(model, plan, x)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -194,7 +205,9 @@ def test_insisting_on_a_unit_that_drifts_is_refused_by_the_real_step() -> None:
     budget = forced(model, x).budget_bytes
     audit = recoup.audit(model, x, units=UNITS)
     assert set(audit.unsafe) == {"unit"}
-    with pytest.raises(VerificationError, match=r"'first\.0\.0\.bias', .*recoup\.audit"):
+    with pytest.raises(
+        VerificationError, match=r"(?s)does not repeat the forward.*has other values.*recoup\.audit"
+    ):
         recoup.fit(model, x, budget=budget, units=UNITS, insist=True)
     assert not is_applied(model)
     with pytest.raises(BudgetError, match="does not fit"):
@@ -221,7 +234,11 @@ def test_where_the_plain_step_does_not_fit_units_are_compared_one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("unit", "what"), [(Stateful, "output 0, the gradient of 'linear.bias', "), (Scaling, "output 0. Run")]
+    ("unit", "what"),
+    [
+        (Stateful, r"'gradient of linear.bias' \(relative error .*, 'output 0' "),
+        (Scaling, r"'output 0' .*\. Run"),
+    ],
 )
 def test_one_by_one_the_unit_that_does_not_repeat_itself_is_named(
     unit: type[nn.Module], what: str, monkeypatch: pytest.MonkeyPatch
@@ -230,7 +247,79 @@ def test_one_by_one_the_unit_that_does_not_repeat_itself_is_named(
     model, x = Around(unit()), torch.randn(64, 16)
     plan = apply_forced(model, x)
     with pytest.raises(VerificationError, match=f"Replayed, unit 'unit' does not give what .* kept: {what}"):
-        recoup.verify(model, plan, x)
+        compare_units(TrainingStep(model, x), plan)
+
+
+class Starved(nn.Module):
+    """Finds no memory while gradients are compared unit by unit: in its third run of a stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_starving[0]:
+            raise torch.OutOfMemoryError("no memory")
+        return torch.tanh(self.linear(x))
+
+
+is_starving = [False]
+
+
+def test_units_that_were_skipped_are_not_called_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_room(monkeypatch)
+    model, x = Around(Starved()), torch.randn(64, 16)
+    plan = apply_forced(model, x)
+    real = comparing._results
+
+    def results(call: UnitCall, recipe: Recipe) -> Any:
+        is_starving[0] = isinstance(call.module, Starved)
+        try:
+            return real(call, recipe)
+        finally:
+            is_starving[0] = False
+
+    monkeypatch.setattr(comparing, "_results", results)
+    seen = recoup.verify(model, plan, x)
+    assert seen.gradients == "bit-equal, unit by unit; not compared for lack of memory: unit"
+    monkeypatch.setattr(comparing, "_results", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    assert recoup.verify(model, plan, x).gradients == "not compared, for lack of memory"
+
+
+def test_a_flipped_sign_is_no_rounding() -> None:
+    """Its norm is that of the plain gradient."""
+    gradient = torch.randn(64)
+    noisy = {"w": gradient * (1 + 1e-6)}
+    (own,), (flipped,) = (
+        drift_between({"w": gradient}, noisy),
+        drift_between({"w": gradient}, {"w": -gradient}),
+    )
+    assert own.relative_error == pytest.approx(1e-6, rel=0.1)
+    assert (flipped.relative_error, flipped.cosine) == (pytest.approx(2.0), pytest.approx(-1.0))
+    assert too_far([own], [own]) == []
+    assert too_far([flipped], [own]) == [flipped]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "error", "cosine"),
+    [
+        ({"w": torch.ones(4)}, {}, math.inf, 0.0),
+        ({"w": torch.zeros(4)}, {"w": torch.ones(4)}, math.inf, 0.0),
+        ({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([3.0, 4.5])}, 0.1, 0.9978),
+        ({"w": torch.tensor([math.nan, 4.0])}, {"w": torch.tensor([math.nan, 5.0])}, 0.25, 1.0),
+        ({"w": torch.tensor([math.nan, 4.0])}, {"w": torch.tensor([3.0, 4.0])}, math.inf, 0.0),
+        ({"w": torch.tensor([3 + 4j])}, {"w": torch.tensor([3 - 4j])}, 1.6, -0.28),
+    ],
+)
+def test_how_far_results_are_apart(left: Any, right: Any, error: float, cosine: float) -> None:
+    (found,) = drift_between(left, right)
+    assert found == ("w", pytest.approx(error), pytest.approx(cosine, abs=1e-3))
+
+
+def test_equal_results_do_not_drift() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert drift_between({"w": on_host(sparse)}, {"w": on_host(sparse.clone())}) == []
+    assert differing({"w": fingerprint(sparse)}, {"w": fingerprint(sparse * 2)}) == ["w"]
 
 
 def apply_forced(model: nn.Module, x: Tensor) -> ModelPlan:

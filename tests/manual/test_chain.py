@@ -19,6 +19,7 @@ from recoup.policies import (
     EveryN,
     KeepAll,
     KeepNone,
+    KeepUnits,
     Policy,
     Segments,
     Selective,
@@ -525,3 +526,78 @@ def test_a_second_forward_into_a_store_counts_nothing_twice() -> None:
         chain.forward(x, policy=EveryN(3), store=store)
         # Inputs of 3, 5, 4, 7, 2, 6, 3 doubles; held are those of units 0, 3 and 6.
         assert (store.num_bytes, store.stats().saved_bytes) == (8 * 13, 8 * 17)
+
+
+# Parts of a chain over one store
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    "policy", [EveryN(2), EveryN(3), Selective(3), KeepNone(), Segments([(1, 3), (5, 6)])]
+)
+def test_a_forward_in_parts_holds_what_one_forward_holds(kind: str, policy: Policy) -> None:
+    chain, x, grad = setting(kind)
+    stores = ActivationStore(num_units=NUM_UNITS), ActivationStore(num_units=NUM_UNITS)
+    whole = chain.forward(x, policy=policy, store=stores[0], costs=COSTS)
+    runs, start = [], 0
+    for end in (3, 4, NUM_UNITS):
+        given = {"policy": policy, "store": stores[1], "costs": COSTS[start:end], "first_unit": start}
+        runs.append(Chain(chain.steps[start:end]).forward(runs[-1].output if runs else x, **given))
+        start = end
+    assert stores[1].stats() == stores[0].stats()
+    assert sum((run.held_units() for run in runs), ()) == whole.held_units() == stores[1].held_units()
+    assert (runs[1].activation(3) == whole.activation(3)).all()
+    expected, parameters = whole.backward(grad), ()
+    for run in reversed(runs):
+        gradients = run.backward(grad)
+        grad, parameters = gradients.input, (*gradients.parameters, *parameters)
+    assert (grad == expected.input).all()
+    assert all((one == other).all() for one, other in zip(parameters, expected.parameters, strict=True))
+
+
+def test_a_part_counts_from_its_first_unit() -> None:
+    chain, x, _ = setting("numpy")
+    run = chain.forward(x, policy=EveryN(4), first_unit=3)
+    assert run.held_units() == (4, 8)
+    assert run.store.num_units == 10
+    with pytest.raises(UnitRangeError, match="Unit 2 is out of range: the chain has 7 units, counted from 3"):
+        run.activation(2)
+    with pytest.raises(PolicyError, match="cannot decide about one as it comes"):
+        chain.forward(x, policy=UniformSegments(2), first_unit=3)
+    with pytest.raises(ChainError, match="There are 2 costs for 7 steps"):
+        chain.forward(x, policy=Selective(), costs=[1, 2], first_unit=3)
+    for bad in (-1, 1.5, True, "3"):
+        with pytest.raises(ChainError, match="first_unit must be a whole number, 0 or more"):
+            chain.forward(x, first_unit=bad)
+    with pytest.raises(ChainError, match=r"step 4 \("):
+        Chain([Step(lambda x: x), Step(lambda x: None)]).forward(x, first_unit=3)
+
+
+def test_a_run_whose_entries_were_replaced_says_so() -> None:
+    chain, x, grad = setting("numpy")
+    store = ActivationStore()
+    first = chain.forward(x, policy=EveryN(3), store=store, keep_input=False)
+    second = chain.forward(x, policy=EveryN(3), store=store, keep_input=False)
+    assert (first.held_units(), second.held_units()) == ((), (0, 3, 6))
+    with pytest.raises(
+        NotHeldError, match=r"it was replaced by 3\..*share it, number their units .*\(first_unit=…\)"
+    ):
+        first.backward(grad)
+    third = chain.forward(x, policy=EveryN(3), store=store, keep_input=False, first_unit=9)
+    second.backward(grad)
+    third.backward(grad)
+
+
+def test_steps_are_named_by_a_policy() -> None:
+    steps = [Step(lambda x: x + 1, lambda x, grad: grad, name) for name in ("a", "b", "a", "c")]
+    assert Chain(steps).forward(np.zeros(2), policy=KeepUnits(["a"])).held_units() == (0, 2)
+    assert Chain([*steps, Step(abs)]).forward(np.zeros(2), policy=KeepUnits("abs")).held_units() == (4,)
+
+
+def test_runs_and_chains_print_well() -> None:
+    chain = Chain([Step(abs), Step(abs, name="b")] * 3)
+    run = chain.forward(np.ones((2, 3)), policy=EveryN(4), first_unit=1)
+    assert repr(chain) == "<Chain of 6: step 0 (abs), step 1 (b), …, step 5 (b)>"
+    assert repr(Chain([Step(abs)], enabled=False)) == "<Chain of 1: step 0 (abs), not enabled>"
+    run.activation(3)
+    assert repr(run) == "<Run of 6 units, counted from 1: output of shape [2, 3], holds (4,), 2 run again>"

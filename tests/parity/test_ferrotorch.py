@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -89,9 +90,11 @@ def test_readable_repr_of_the_backward_node() -> None:
         "<checkpoint of test_readable_repr_of_the_backward_node.noisy (test_ferrotorch.py:"
     )
     assert (
-        "holds [float32[2, 3], float64[3]], 4 saved tensors to replay, RNG state of 1 generator>"
-        in describe(y)
+        "holds [float32[2, 3], float64[3]], gives [float64[2, 3]], 4 saved tensors to replay, RNG state of 1"
+        " generator>" in describe(y)
     )
+    several = checkpoint(lambda x: {"sum": x.sum(), "parts": [x.sin(), x.exp()[0]]}, x * 1)
+    assert "gives [float32[], float32[2, 3], float32[3]]" in describe(several["parts"][0])
     nested = checkpoint(lambda x: checkpoint(torch.sin, x.exp()).cos(), x * 1)
     assert describe(nested).count("<checkpoint of") == 2
     assert "held by enclosing hooks" in describe(nested)
@@ -132,3 +135,13 @@ def test_beyond_grad_mode_on_other_threads() -> None:
     thread.join()
     assert not errors
     assert torch.equal(x.grad, x.sin().exp() * x.cos())
+
+
+def test_work_on_other_threads_is_kept_and_its_gradients_are_right() -> None:
+    x = torch.linspace(-1, 1, 6, requires_grad=True)
+    with ThreadPoolExecutor(1) as pool:
+        y = checkpoint(lambda x: pool.submit(torch.tanh, x).result(), x * 2)
+    assert describe(y) == "no checkpointed call"
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(torch.tanh(x * 2).sum(), x)
+    assert torch.equal(grad, expected)

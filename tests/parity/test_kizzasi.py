@@ -61,6 +61,16 @@ def test_accounting_stored_24_saved_48_count_2() -> None:
     assert (store.num_bytes, store.stats().saved_bytes, len(store)) == (24, 48, 2)
 
 
+def test_a_forward_in_several_calls_counts_as_one() -> None:
+    store = ActivationStore(max_entries=64, evict="refuse")
+    x = X
+    for first in (0, 3):
+        chain = Chain.from_layers(LAYERS[first : first + 3], layer_forward)
+        x = chain.forward(x, store=store, policy=EveryN(3), first_unit=first).output
+    assert (store.num_bytes, store.stats().saved_bytes, len(store)) == (24, 48, 2)
+    assert np.array_equal(x, run_six().output)
+
+
 def test_save_past_the_limit_names_the_limit_and_the_layer() -> None:
     store = ActivationStore(max_entries=2, evict="refuse")
     store.put(0, X)

@@ -29,6 +29,15 @@ def test_policies_keep_all_keep_none_selective_every_n() -> None:
     assert EveryN(2).keeps(4, costs) == (True, False, True, False)
 
 
+def test_a_policy_decides_as_activations_come() -> None:
+    store = ActivationStore()
+    for unit, cost in enumerate([99.0, 100.0, 3.0, 250.0]):
+        if Selective().keeps_unit(unit, cost=cost):
+            store.put(unit, zeros(8), cost=cost)
+    assert store.held_units() == (1, 3)
+    assert [EveryN(2).keeps_unit(unit) for unit in range(4)] == [True, False, True, False]
+
+
 def test_manager_evicts_the_oldest_to_stay_in_its_byte_budget() -> None:
     store = ActivationStore(budget=100)
     for unit, num_bytes in enumerate((50, 30, 40)):

@@ -6,6 +6,7 @@ import pytest
 from report_subjects import Made, make_profile, make_subject, with_notes
 
 from recoup.auditing.findings import Audit, Kind, make_finding
+from recoup.engines.drift import Drift
 from recoup.engines.plans import ModelPlan
 from recoup.planning import Bound, Plan, simulate
 from recoup.planning.solvers.baselines import every
@@ -65,13 +66,18 @@ def test_notes() -> None:
     made = replace(
         made,
         audit=Audit((make_finding("layers.1", Kind.OBJECT, "cache"),)),
-        verification=replace(made.verification, drifting=tuple(f"layers.{i}.weight" for i in range(6))),
+        verification=replace(
+            made.verification,
+            drifting=tuple(Drift(f"layers.{i}.weight", 0.0012 * i, 1 - 1e-4 * i) for i in range(6)),
+        ),
     )
     lines = to_text(made).splitlines()
     assert lines[-2] == "  unsafe, but not to be kept for that (insist): layers.1 (changes an object: cache)"
     assert lines[-1] == (
-        "  not deterministic in plain steps either: layers.0.weight, layers.1.weight, layers.2.weight,"
-        " layers.3.weight and 2 more"
+        "  not deterministic in plain steps either: layers.0.weight (relative error 0, cosine 1.0000),"
+        " layers.1.weight (relative error 0.0012, cosine 0.9999),"
+        " layers.2.weight (relative error 0.0024, cosine 0.9998),"
+        " layers.3.weight (relative error 0.0036, cosine 0.9997) and 2 more"
     )
 
 

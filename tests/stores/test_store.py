@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,6 +42,55 @@ def test_a_new_store_is_empty() -> None:
     assert (len(store), store.held_units(), store.num_bytes, store.budget_bytes) == (0, (), 0, 1024)
     assert ActivationStore().stats() == StoreStats(0, 0, 0, None, 0.0, 0, 0)
     assert ActivationStore(budget=0).stats().utilisation == 0.0
+
+
+def test_a_store_tells_its_settings() -> None:
+    store = ActivationStore(max_entries=3, evict="refuse", precision="int8", place="host", num_units=9)
+    told = (store.budget_bytes, store.max_entries, store.evict, store.precision, store.place, store.num_units)
+    assert told == (None, 3, "refuse", "int8", "host", 9)
+    store = ActivationStore()
+    told = (store.budget_bytes, store.max_entries, store.evict, store.precision, store.place, store.num_units)
+    assert told == (None, None, "oldest", None, "same", None)
+
+
+class _WithStore(torch.nn.Module):
+    def __init__(self, store: ActivationStore) -> None:
+        super().__init__()
+        self.store = store
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda store: pickle.loads(pickle.dumps(store)),
+        lambda store: copy.deepcopy(_WithStore(store)).store,
+        lambda store: pickle.loads(pickle.dumps(_WithStore(store))).store,
+    ],
+)
+def test_copies_hold_the_same_and_share_nothing(copied: Any, precision: Any) -> None:
+    store = ActivationStore(budget=2000, precision=precision, num_units=9)
+    store.put(2, torch.linspace(-1, 1, 100).reshape(10, 10).T, cost=3.0)
+    store.put(4, floats(100, 0.5))
+    store.put(5, floats(7))
+    store.remove(5)
+    store.drop(1, 44)
+    other = copied(store)
+    assert snapshot(other) == snapshot(store)
+    assert (other.budget_bytes, other.precision, other.num_units) == (2000, precision, 9)
+    assert torch.equal(other.get(2), store.get(2))
+    with pytest.raises(NotHeldError, match="Unit 5 is not held: it was removed"):
+        other.get(5)
+    before = snapshot(store), store.get(2), store.get(4)
+    other.take(2).zero_()
+    other.take(4).fill(0)
+    assert other.put(7, floats(1)).order == 3
+    other.clear()
+    assert snapshot(store) == before[0]
+    assert torch.equal(store.get(2), before[1])
+    assert np.array_equal(store.get(4), before[2])
 
 
 def test_put_get_take_and_the_figures_between() -> None:

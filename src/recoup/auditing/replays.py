@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recoup.checkpointing import Checkpoint, is_replaying
-from recoup.checkpointing.digest import digest
+from recoup.checkpointing.digest import Digest, digest, is_same
 from recoup.checkpointing.mismatch import Kind, kind_of
 from recoup.errors import NothingToCheckpointError, ReplayMismatchError
 from recoup.measuring.anchor import gradients_from, seeded
@@ -24,7 +24,7 @@ from recoup.measuring.trees import tensors_in, version_of
 __all__ = ["Trial", "try_replay"]
 
 _CHECKPOINT = Checkpoint(check="values")
-_Prints = list[tuple[Kind, "Tensor | None"]]
+_Prints = list[tuple[Kind, Digest]]
 
 
 @dataclass
@@ -182,8 +182,7 @@ def _prints(tree: Any) -> _Prints:
 def _is_same(left: _Prints, right: _Prints) -> bool:
     if [kind for kind, _ in left] != [kind for kind, _ in right]:
         return False
-    pairs = [(one, other) for (_, one), (_, other) in zip(left, right, strict=True)]
-    return all(one is None or other is None or torch.equal(one, other) for one, other in pairs)
+    return all(is_same(one, other) for (_, one), (_, other) in zip(left, right, strict=True))
 
 
 def _buffer_prints(call: UnitCall) -> dict[str, _Prints]:

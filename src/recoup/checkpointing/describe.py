@@ -13,7 +13,7 @@ __all__ = ["describe"]
 
 
 def describe(tensor: Tensor) -> str:
-    """Lists the checkpointed calls in a tensor's graph: their functions, what they hold and what they will replay.
+    """Lists the checkpointed calls in a tensor's graph: their functions, what they hold, give and replay.
 
     For debugging: it looks at every node of the graph. Nothing is replayed by it.
 
@@ -21,7 +21,7 @@ def describe(tensor: Tensor) -> str:
     >>> from recoup import checkpoint
     >>> x = torch.ones(2, 3, requires_grad=True)
     >>> print(describe(checkpoint(torch.nn.functional.gelu, x * 2).sum()))
-    <checkpoint of gelu: holds [float32[2, 3]], 1 saved tensor to replay, no RNG state>
+    <checkpoint of gelu: holds [float32[2, 3]], gives [float32[2, 3]], 1 saved tensor to replay, no RNG state>
     """
     frames: list[Replayable] = []
     with seeking():

@@ -1,43 +1,77 @@
-"""A cheap digest of a tensor's content, made where the tensor lives."""
+"""A digest of a tensor's content: a hash of its bits, made where the tensor lives."""
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["digest", "digest_of_saved"]
+__all__ = ["Digest", "digest", "digest_of_saved", "is_same"]
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COLUMNS = 1024
+Digest: TypeAlias = "bytes | Tensor | tuple[Digest, ...] | None"
+"""Of host memory bytes, of a device's memory a tensor there, of a wrapper those of what it wraps; None without plain
+storage."""
+
 _SEEDS = (torch.int64, torch.uint64)
+_CHUNK = 1 << 19
+"""Words that are hashed at once on a device: they take three times 4 MiB."""
+_CHUNK_BYTES = 1 << 20
+# Odd constants, with about as many ones as zeros; as signed integers, which is what torch multiplies.
+_FACTORS = (-7046029254386353131, -4658895280553007687, 7809847782465536322 | 1)
 
 
-def digest(tensor: Tensor) -> Tensor | None:
-    """Sums the tensor's bits, weighted by row and by column, so that moved values show as well as changed ones.
+def digest(tensor: Tensor) -> Digest:
+    """Hashes a tensor's bits in the order of its elements, so that moved values show as well as changed ones.
 
-    Two passes over the data, no copy of it (unless it is not contiguous) and no synchronisation. Returns None
-    for tensors without plain storage (sparse, quantised, nested, fake).
+    On the host it is BLAKE2. Elsewhere every word is mixed with its place and all are summed up, without
+    synchronisation and with little memory. Sparse, quantised, nested and fake tensors have none.
 
-    >>> bool(torch.equal(digest(torch.tensor([1.0, 2.0])), digest(torch.tensor([2.0, 1.0]))))
+    >>> is_same(digest(torch.tensor([1.0, 2.0])), digest(torch.tensor([2.0, 1.0])))
     False
     """
-    with torch.no_grad():
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-            return None
+    if isinstance(tensor, FakeTensor):
+        return None
+    if type(tensor) not in (Tensor, Parameter):
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper):  # such as DTensor
+            return tuple(digest(getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0])
+        tensor = tensor.detach().as_subclass(Tensor)
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+        or torch._C._functorch.maybe_get_level(tensor) > 0
+    ):
+        return None
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        # A mask that was expanded has every row once in memory.
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:
+                tensor = tensor.narrow(dim, 0, 1)
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
-        flat = tensor.detach().resolve_neg().contiguous().view(-1)
-        bits = flat.view(_BITS[flat.element_size()])
-        num_rows = bits.numel() // _COLUMNS
-        table, tail = bits[: num_rows * _COLUMNS].view(num_rows, _COLUMNS), bits[num_rows * _COLUMNS :]
-        return torch.stack((_weighted(table.sum(0)), _weighted(table.sum(1)), _weighted(tail)))
+        tensor = tensor.detach().resolve_neg()
+        return _of_host(tensor) if tensor.device.type == "cpu" else _of_words(tensor)
 
 
-def _weighted(sums: Tensor) -> Tensor:
-    return (sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum()
+def is_same(left: Digest, right: Digest) -> bool:
+    """Whether two digests say that the contents are the same; without digests there is nothing to say against it."""
+    if left is None or right is None:
+        return True
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(is_same, left, right))
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right.to(left.device))
+    return left == right
 
 
-def digest_of_saved(tensor: Tensor) -> Tensor | None:
+def digest_of_saved(tensor: Tensor) -> Digest:
     """The digest of a tensor that autograd saves; None for single integers and for raw bytes.
 
     Attention without dropout saves the seed and offset of a generator that it never read, and recurrent layers save a
@@ -45,3 +79,45 @@ def digest_of_saved(tensor: Tensor) -> Tensor | None:
     """
     is_opaque = tensor.dtype is torch.uint8 or (tensor.dim() == 0 and tensor.dtype in _SEEDS)
     return None if is_opaque else digest(tensor)
+
+
+def _of_host(tensor: Tensor) -> bytes:
+    """Through NumPy, which allocates nothing that counts as a tensor."""
+    found = hashlib.blake2b(digest_size=16)
+    array = tensor.view(torch.uint8).numpy() if tensor.element_size() == 1 else _as_integers(tensor).numpy()
+    if array.flags.c_contiguous:
+        found.update(array.data)
+    else:
+        rows = max(1, _CHUNK_BYTES // max(1, array.nbytes // array.shape[0]))
+        for first in range(0, array.shape[0], rows):
+            found.update(array[first : first + rows].tobytes())
+    return found.digest()
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _of_words(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1)
+    num_bytes = flat.numel() * flat.element_size()
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    flat = flat.view(torch.uint8)
+    words, rest = flat[: num_bytes // 8 * 8].view(torch.int64), flat[num_bytes // 8 * 8 :].to(torch.int64)
+    found = torch.zeros((), dtype=torch.int64, device=flat.device)
+    start = 0
+    for part in (*words.split(_CHUNK), rest):
+        found += _mixed(part, start).sum()
+        start += part.numel()
+    return found
+
+
+def _mixed(words: Tensor, start: int) -> Tensor:
+    """Each word mixed with its place, as hash functions end: multiply, and fold the upper half into the lower."""
+    mixed = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
+    mixed.mul_(_FACTORS[0]).bitwise_xor_(words)
+    for factor in _FACTORS[1:]:
+        mixed.mul_(factor)
+        mixed.bitwise_xor_(mixed >> 31)
+    return mixed

@@ -1,27 +1,29 @@
-"""What surrounds a call and decides what it computes: RNG, autocast, deterministic settings, default device."""
+"""What surrounds a call and decides what it computes: RNG, autocast, settings, function modes."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+import torch.utils._device as default_device
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from recoup.checkpointing.rng import RandomState
 
-__all__ = ["Environment"]
+__all__ = ["Environment", "read_settings", "write_settings"]
 
-_Settings: TypeAlias = tuple[bool, bool, bool, bool, bool, int]
+Settings: TypeAlias = tuple[bool, bool, bool, bool, torch.dtype, bool, int]
 
-# Places in what `_read_settings` gives. (A named tuple would cost more than all the reading.)
-_DETERMINISM, _AUTOCAST, _MODES = slice(0, 4), 4, 5
+# Places in what `read_settings` gives. (A named tuple would cost more than all the reading.)
+_WRITABLE, _AUTOCAST, _MODES = slice(0, 5), 5, 6
 
 _get_deterministic = torch._C._get_deterministic_algorithms
 _get_warn_only = torch._C._get_deterministic_algorithms_warn_only
 _get_cudnn_deterministic = torch._C._get_cudnn_deterministic
 _get_cudnn_benchmark = torch._C._get_cudnn_benchmark
+_get_default_dtype = torch.get_default_dtype
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _count_function_modes = torch._C._len_torch_function_stack
 
@@ -29,13 +31,13 @@ _count_function_modes = torch._C._len_torch_function_stack
 class Environment:
     """The surroundings of a forward, to be entered again by its replay."""
 
-    __slots__ = ("_autocast", "_default_device", "_random", "_settings")
+    __slots__ = ("_autocast", "_modes", "_random", "_settings")
 
     def __init__(self, generators: list[torch.Generator], *, preserve_rng: bool) -> None:
         self._random = RandomState(generators) if preserve_rng else None
-        self._settings = settings = _read_settings()
+        self._settings = settings = read_settings()
         self._autocast = _read_autocast() if settings[_AUTOCAST] else None
-        self._default_device = _read_default_device() if settings[_MODES] else None
+        self._modes = _get_current_function_mode_stack() if settings[_MODES] else []
 
     def settle(self) -> None:
         """Drops, right after the forward, what the replay will not need."""
@@ -47,23 +49,26 @@ class Environment:
         return (
             self._random is not None
             or self._autocast is not None
-            or self._default_device is not None
-            or self._settings != _read_settings()
+            or self._settings != read_settings()
+            or (bool(self._modes) and self._modes != _get_current_function_mode_stack())
         )
 
     def enter(self, stack: ExitStack) -> None:
         """Enters the forward's surroundings; ``stack`` leaves them again, whatever happens."""
         if self._random is not None:
             stack.callback(self._random.restore())
-        now = _read_settings()
-        if self._settings[_DETERMINISM] != now[_DETERMINISM]:
-            stack.callback(_set_determinism, now)
-            _set_determinism(self._settings)
+        now = read_settings()
+        if self._settings[_WRITABLE] != now[_WRITABLE]:
+            stack.callback(write_settings, now)
+            write_settings(self._settings)
         if self._autocast is not None or now[_AUTOCAST]:
             for device, enabled, dtype, cache in self._autocast or _autocast_off():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache))
-        if self._default_device is not None:
-            stack.enter_context(DeviceContext(self._default_device))
+        modes = _get_current_function_mode_stack()
+        if modes != self._modes:
+            stack.callback(_set_modes, modes, default_device.CURRENT_DEVICE)
+            devices = [mode.device for mode in self._modes if isinstance(mode, DeviceContext)]
+            _set_modes(self._modes, devices[-1] if devices else None)
 
     def describe(self) -> str:
         """Says whether random state is held."""
@@ -73,24 +78,27 @@ class Environment:
         return f"RNG state of {num_generators} generator{'s' * (num_generators != 1)}"
 
 
-def _read_settings() -> _Settings:
+def read_settings() -> Settings:
     """All that takes no time to read and is usually the same in the replay.
 
-    Four deterministic settings, whether any autocast is on, and the number of function modes (one of them may
-    be a default device). The C functions: the attributes of torch.backends cost ten times as much.
+    Four deterministic settings, the default dtype, whether any autocast is on, and the number of function modes (one
+    of them may be a default device). The C functions: the attributes of torch.backends cost ten times as much.
     """
     return (
         _get_deterministic(),
         _get_warn_only(),
         _get_cudnn_deterministic(),
         _get_cudnn_benchmark(),
+        _get_default_dtype(),
         _is_any_autocast_enabled(),
         _count_function_modes(),
     )
 
 
-def _set_determinism(settings: _Settings) -> None:
-    deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, *_ = settings
+def write_settings(settings: Settings) -> None:
+    """Sets what `read_settings` read, but for autocast and modes, which contexts leave by themselves."""
+    deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, dtype, *_ = settings
+    torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch._C._set_cudnn_deterministic(cudnn_deterministic)
     torch._C._set_cudnn_benchmark(cudnn_benchmark)
@@ -113,6 +121,10 @@ def _autocast_devices() -> list[str]:
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
-def _read_default_device() -> torch.device | None:
-    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
-    return modes[-1].device if modes else None
+def _set_modes(modes: list[Any], device: Any) -> None:
+    """Replaces all function modes of this thread, and the default device that goes with them."""
+    while _count_function_modes():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+    default_device.CURRENT_DEVICE = device

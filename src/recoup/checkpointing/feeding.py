@@ -18,7 +18,7 @@ from recoup.checkpointing.arguments import (
     take_all_apart,
     versions_of,
 )
-from recoup.checkpointing.digest import digest
+from recoup.checkpointing.digest import Digest, digest, is_same
 from recoup.checkpointing.mismatch import Kind, kind_of
 
 __all__ = ["FedArguments", "Feed", "Flow", "Outputs", "Place", "rooted", "tensors_in"]
@@ -38,7 +38,7 @@ class Feed(NamedTuple):
     place: int
     """Its place among the tensors of that call's output."""
     kind: Kind
-    digest: Tensor | None
+    digest: Digest
 
 
 class _Returned(NamedTuple):
@@ -162,7 +162,7 @@ class Flow:
             tensor = tensors[place] if place < len(tensors) else None
             if tensor is None or (self._check != "none" and kind_of(tensor) != feed.kind):
                 raise mismatch.returned_otherwise(fn, place, feed.kind, tensor)
-            if feed.digest is not None and not _is_equal(feed.digest, digest(tensor)):
+            if feed.digest is not None and not is_same(feed.digest, digest(tensor)):
                 raise mismatch.returned_drifted(fn, place, feed.kind)
             self._waiting[call, place] = tensor
 
@@ -216,7 +216,3 @@ def tensors_in(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:
     elif depth and (found := contents(value)) is not None:
         for item in found[1]:
             yield from tensors_in(item, depth - 1)
-
-
-def _is_equal(then: Tensor, now: Tensor | None) -> bool:
-    return now is not None and torch.equal(then, now)

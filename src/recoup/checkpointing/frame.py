@@ -24,31 +24,34 @@ NOTE [ How a frame works ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.arguments import Arguments
-from recoup.checkpointing.digest import digest_of_saved
+from recoup.checkpointing.arguments import Arguments, contents
+from recoup.checkpointing.comparison import Compare, Comparison, compare_exactly
+from recoup.checkpointing.digest import Digest, digest_of_saved
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
-from recoup.checkpointing.mismatch import Record, kind_of
+from recoup.checkpointing.mismatch import Kind, Record, kind_of
 from recoup.checkpointing.reach import Reach
 from recoup.checkpointing.replay import (
-    CAREFUL,
-    USUAL,
     Manner,
     Replayed,
+    depth,
     is_any_wanted,
-    is_replaying,
     replay,
     run_forgetting,
 )
 from recoup.checkpointing.replayable import SEEKING, Replayable, Sought
+from recoup.checkpointing.sampling import is_due
 from recoup.checkpointing.state import FunctionState
+from recoup.checkpointing.turns import turn
 from recoup.errors import InputChangedError
 
 if TYPE_CHECKING:
@@ -72,8 +75,9 @@ class Frame(Replayable):
     """What is left of a checkpointed call: the function, its arguments, its surroundings, and records."""
 
     __slots__ = (
-        "_arguments", "_digests", "_environment", "_leaves", "_records", "_replay_context", "_settled", "_state",
-        "fn", "runs_backward",
+        "_arguments", "_digests", "_environment", "_leaves", "_maker", "_outputs", "_records",
+        "_replay_context", "_settled",
+        "_state", "fn", "runs_backward",
     )  # fmt: skip
 
     def __init__(
@@ -90,14 +94,19 @@ class Frame(Replayable):
         reach = Reach(fn, arguments.others)
         self._state = None
         if reach.roots or reach.bindings:
-            self._state = FunctionState(
-                reach, preserve_buffers=options.preserve_buffers, waits=not is_replaying()
-            )
+            self._state = FunctionState(reach, preserve_buffers=options.preserve_buffers)
         self._environment = Environment(reach.generators, preserve_rng=options.preserve_rng)
         self._records: list[Record] = []
         self._leaves: dict[int, Tensor] = {}
-        self._digests: list[Tensor | None] = []
+        check = options.check
+        self._digests: list[Digest] | None = None
+        """Of what was saved; None for calls whose contents are not compared."""
+        if check == "values" or (check == "sampled" and is_due(fn)):
+            self._digests = []
+        self._outputs: tuple[Kind, ...] = ()
         self._settled = False
+        # A frame that is made in a replay belongs to that replay's turn.
+        self._maker = None if depth() else get_ident()
         self.runs_backward = False
         """Whether the function runs a backward inside."""
 
@@ -105,8 +114,10 @@ class Frame(Replayable):
         """Whether the call was given no tensor and saved none."""
         return not self._arguments and not self._records
 
-    def settle(self) -> None:
-        """Ends the forward: from here on only what the replay needs is held."""
+    def settle(self, output: Any) -> None:
+        """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
+        is_one = type(output) is Tensor and not output.is_nested
+        self._outputs = (kind_of(output),) if is_one else tuple(_kinds_in(output))
         self._arguments.settle()
         self._environment.settle()
         if self._state is not None:
@@ -115,7 +126,7 @@ class Frame(Replayable):
 
     def pack_hook(self) -> Callable[[Tensor], Record | Leaf]:
         """What autograd calls for every tensor that it saves in the forward."""
-        if self._options.check == "values":
+        if self._digests is not None:
             return self._pack_with_digest
         return self._pack if self._state is None else self._pack_beside_modules
 
@@ -140,9 +151,11 @@ class Frame(Replayable):
         return Leaf(tensor.detach(), base)
 
     def _pack_with_digest(self, tensor: Tensor) -> Record | Leaf:
-        """As `_pack_beside_modules`, and notes the content too."""
-        self._digests.append(digest_of_saved(tensor))
-        return self._pack_beside_modules(tensor)
+        """As `_pack_beside_modules`, and notes the content of what is let go."""
+        packed = self._pack_beside_modules(tensor)
+        assert self._digests is not None
+        self._digests.append(None if isinstance(packed, Leaf) else digest_of_saved(tensor))
+        return packed
 
     def note_read(self) -> None:
         """Autograd needs something back that the call saved; before it has ended, that is for a backward inside."""
@@ -173,10 +186,10 @@ class Frame(Replayable):
         """Whether anything that the call saved is still wanted."""
         return is_any_wanted(self._records)
 
-    def _make(self, key: int, *, carefully: bool) -> tuple[dict[int, Tensor], dict[int, int]]:
+    def _make(self, key: int, *, locating: bool) -> tuple[dict[int, Tensor], dict[int, int]]:
         self.refuse_stale()
         args, kwargs = self._arguments.rebuild()
-        values, versions, _ = self.run_as_then(args, kwargs, CAREFUL if carefully else USUAL)
+        values, versions, _ = self.run_as_then(args, kwargs, self._manner(locating))
         return values, versions
 
     def refuse_stale(self) -> None:
@@ -190,10 +203,28 @@ class Frame(Replayable):
 
     def run_as_then(self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner) -> Replayed:
         """Runs the function again in the state and the surroundings of its forward."""
+        if self._digests is None or manner.forgets or manner.carefully:
+            return self._run_as_then(args, kwargs, manner)
+        # NOTE [ Sampled comparison ]
+        comparison = Comparison(self.fn, self._records, self._digests)
+        replayed = self._run_as_then(args, kwargs, manner, comparison.note)
+        if not comparison.drifted.isdisjoint(replayed[0]):
+            comparison.first = replayed[0]
+            self._run_as_then(args, kwargs, manner, comparison.judge)
+            comparison.warn()
+        return replayed
+
+    def _run_as_then(
+        self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner, compare: Compare | None = None
+    ) -> Replayed:
+        if compare is None and manner.carefully:
+            compare = partial(compare_exactly, self.fn, self._records, self._digests)
         if self._replay_context is None and self._state is None and not self._environment.differs():
-            return self._run(args, kwargs, manner)
+            return self._run(args, kwargs, manner, compare)
         guard = None
         with ExitStack() as stack:
+            if self._maker is not None:
+                stack.enter_context(turn(self._maker))
             if self._state is not None:
                 self._state.enter(stack)
                 if stale := self._state.stale():
@@ -202,17 +233,19 @@ class Frame(Replayable):
             if self._replay_context is not None:
                 stack.enter_context(self._replay_context)
             try:
-                return self._run(args, kwargs, manner)
+                return self._run(args, kwargs, manner, compare)
             except Exception:
                 if guard is not None and guard.error is not None:
                     raise guard.error from None
                 raise
 
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner) -> Replayed:
+    def _run(
+        self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner, compare: Compare | None
+    ) -> Replayed:
         if manner.forgets:
             return {}, {}, run_forgetting(self.fn, args, kwargs, runs_backward=self.runs_backward)
-        records, leaves, digests = self._records, self._leaves, self._digests
-        return replay(self.fn, args, kwargs, self._options, records, leaves, digests, self._settled, manner)
+        records, leaves = self._records, self._leaves
+        return replay(self.fn, args, kwargs, self._options, records, leaves, self._settled, manner, compare)
 
     def refuse_saved(self, position: int) -> InputChangedError:
         """The error for a saved tensor that was changed in place."""
@@ -228,5 +261,15 @@ class Frame(Replayable):
         num_saved = len(self._records)
         return (
             f"<checkpoint of {mismatch.describe_function(self.fn)}: holds [{', '.join(self._arguments.describe())}],"
+            f" gives [{', '.join(map(mismatch.describe_shape, self._outputs))}],"
             f" {num_saved} saved tensor{'s' * (num_saved != 1)} to replay, {self._environment.describe()}>"
         )
+
+
+def _kinds_in(output: Any, depth: int = 3) -> Iterator[Kind]:
+    if isinstance(output, Tensor):
+        if not output.is_nested:  # which may have no shape
+            yield kind_of(output)
+    elif depth and (found := contents(output)) is not None:
+        for item in found[1]:
+            yield from _kinds_in(item, depth - 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["StaleGuard"]
+__all__ = ["StaleGuard", "unguarded"]
+
+
+class _Off(threading.local):
+    value = False
+
+
+_off = _Off()
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """What a replay copies for a frame inside it is not yet read by the function."""
+    before, _off.value = _off.value, True
+    try:
+        yield
+    finally:
+        _off.value = before
 
 
 class StaleGuard(TorchDispatchMode):
@@ -35,7 +54,7 @@ class StaleGuard(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs the operation, unless it reads a stale tensor."""
-        for value in tree_iter((args, kwargs)):
+        for value in () if _off.value else tree_iter((args, kwargs)):
             if isinstance(value, Tensor) and value.layout is torch.strided:
                 tensor = self._stale.get(value.untyped_storage()._cdata)
                 if tensor is not None:

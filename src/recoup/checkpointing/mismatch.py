@@ -24,6 +24,7 @@ __all__ = [
     "changed_saved",
     "changed_state",
     "describe_function",
+    "describe_shape",
     "kind_of",
     "other_parameter",
     "parameter_names",
@@ -50,7 +51,8 @@ _CAUSES = """\
 Likely causes:
   - the function depends on something outside its arguments: Python or NumPy random numbers, a global, a cache;
   - its control flow depends on values that differ in the last bit between two runs (routing in a mixture of experts);
-  - a mode or setting changed between forward and backward.
+  - a mode or setting changed between forward and backward;
+  - a call before it, whose result it is given, does not repeat itself.
 What to do: pass what the function depends on as an argument, branch on recoup.is_replaying() where it has a side
 effect, or leave this function out of checkpointing."""
 
@@ -198,8 +200,12 @@ def ran_backward(fn: Any) -> ReplayMismatchError:
 
 
 def _describe(kind: Kind) -> str:
-    shape, dtype, device = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+    return f"{describe_shape(kind)} on {kind[2]}"
+
+
+def describe_shape(kind: Kind) -> str:
+    """A tensor's dtype and shape."""
+    return f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
 
 
 def _place(fn: Any) -> str:

@@ -3,43 +3,59 @@
 from __future__ import annotations
 
 import functools
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from collections import deque
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 from torch import Generator, Tensor
 from torch.nn import Module
 
-__all__ = ["GlobalName", "Reach", "without_history"]
+from recoup.checkpointing.own_code import global_names, is_library, is_own, methods_of_forward, slots_of
+from recoup.checkpointing.places import GlobalName, without_history
+
+__all__ = ["Reach"]
 
 _MOST_ITEMS = 1000
 _REACHED = (Module, Tensor, Generator)
 # Nothing that a replay could find changed; most globals that a function names are of these kinds.
 _FIXED = (ModuleType, type, BuiltinFunctionType, int, float, str)
-_NOT_REBOUND = (ModuleType, type, BuiltinFunctionType, FunctionType)
-
-
-class GlobalName(NamedTuple):
-    """A global variable that a function names."""
-
-    namespace: dict[str, Any]
-    name: str
+_SEQUENCES = (list, tuple, deque, set, frozenset)
 
 
 class Reach:
-    """The roots that a function leads to, and the variables that it reads them from."""
+    """The roots that a function leads to, and the variables that it reads them from.
 
-    __slots__ = ("_budget", "_seen", "bindings", "generators", "roots")
+    Attributes:
+        roots: modules and tensors, with their names.
+        generators: of random numbers.
+        bindings: variables of the function itself, with what they refer to: closure cells and globals.
+    """
 
-    def __init__(self, fn: Any, others: list[Any]) -> None:
+    __slots__ = ("_binds", "_budget", "_seen", "bindings", "generators", "roots")
+
+    def __init__(self, fn: Any, arguments: list[Any]) -> None:
         self.generators: list[Generator] = []
         self.roots: list[tuple[str, Module | Tensor]] = []
         self.bindings: list[tuple[Any, Any]] = []
-        """Closure cells and globals with what they refer to: they can be rebound."""
         self._seen: set[int] = set()
         self._budget = _MOST_ITEMS
+        self._binds = True
+        """Whether variables are noted, or only looked through."""
         self._find("", fn)
-        for value in others:
+        for value in arguments:
             self._find(type(value).__name__, value)
+
+    def add_code(self, module: Module) -> None:
+        """Follows what the user wrote for a module's forward."""
+        for method in methods_of_forward(type(module)):
+            self._find_helper(method)
+
+    def add_attribute(self, name: str, value: Any) -> None:
+        """Follows an attribute of a module; objects of libraries, such as a trainer, lead too far."""
+        if isinstance(value, FunctionType):
+            self._find_helper(value)
+        elif isinstance(value, (_SEQUENCES, dict, *_REACHED)) or is_own(type(value)):
+            self._find(name, value)
 
     def _find(self, name: str, value: Any) -> None:
         if isinstance(value, FunctionType):
@@ -56,15 +72,23 @@ class Reach:
             self._seen.add(id(value))
             self._find_inside(name, value)
 
+    def _find_helper(self, fn: FunctionType) -> None:
+        if id(fn) not in self._seen and not is_library(fn.__code__.co_filename):
+            self._seen.add(id(fn))
+            before, self._binds = self._binds, False
+            self._find_captured(fn)
+            self._binds = before
+
     def _find_captured(self, fn: FunctionType) -> None:
-        code = fn.__code__
+        code, binds = fn.__code__, self._binds
         if fn.__closure__:
             for name, cell in zip(code.co_freevars, fn.__closure__, strict=True):
                 try:
                     value = cell.cell_contents
                 except ValueError:  # a variable that is not bound yet
                     continue
-                self.bindings.append((cell, _noted(value)))
+                if binds:
+                    self.bindings.append((cell, value))
                 self._find(name, value)
         if fn.__defaults__:
             for index, value in enumerate(fn.__defaults__):
@@ -73,10 +97,16 @@ class Reach:
             for name, value in fn.__kwdefaults__.items():
                 self._find(name, value)
         known = fn.__globals__
-        for name in code.co_names:
-            if name in known and not isinstance(value := known[name], _NOT_REBOUND):
-                self.bindings.append((GlobalName(known, name), _noted(value)))
-                if isinstance(value, _REACHED):
+        for name in _names(code):
+            if name not in known:
+                continue
+            value = known[name]
+            if isinstance(value, FunctionType):
+                self._find_helper(value)
+            elif not isinstance(value, _FIXED[:3]):
+                if binds:
+                    self.bindings.append((GlobalName(known, name), value))
+                if isinstance(value, (*_REACHED, *_SEQUENCES, dict)) or is_own(type(value)):
                     self._find(name, value)
 
     def _find_inside(self, name: str, value: Any) -> None:
@@ -89,11 +119,12 @@ class Reach:
                 self._find(f"{name}argument {index}", item)
             for key, item in value.keywords.items():
                 self._find(key, item)
-        elif type(value) in (list, tuple):
-            for index, item in enumerate(value[: self._budget]):
-                self._budget -= 1
-                self._find(f"{name}[{index}]", item)
-        elif type(value) is dict:
+        elif isinstance(value, _SEQUENCES):
+            if len(value) <= self._budget:
+                self._budget -= len(value)
+                for index, item in enumerate(value):
+                    self._find(f"{name}[{index}]", item)
+        elif isinstance(value, dict):
             if len(value) <= self._budget:
                 self._budget -= len(value)
                 for key, item in value.items():
@@ -102,10 +133,18 @@ class Reach:
             self._find(name, getattr(value, "__wrapped__", None))
             self._find_attributes(name, value)
 
-    def _find_attributes(self, name: str, owner: object) -> None:
-        for key, item in getattr(owner, "__dict__", {}).items():
-            if isinstance(item, (*_REACHED, list, tuple, dict)):
-                self._find(f"{name}.{key}" if name else key, item)
+    def _find_attributes(self, name: str, owner: Any) -> None:
+        """Of an object; all that it leads to if the user wrote its class."""
+        own = is_own(type(owner))
+        prefix = f"{name}." if name else ""
+        attributes = getattr(owner, "__dict__", {})
+        if own:
+            slots = {slot.__name__: getattr(owner, slot.__name__, None) for slot in slots_of(type(owner))}
+            attributes = attributes | slots
+            self._budget -= len(attributes)
+        for key, item in attributes.items():
+            if (own and self._budget > 0) or isinstance(item, (*_REACHED, list, tuple, dict)):
+                self._find(prefix + key, item)
 
     def name(self, tensor: Tensor) -> str:
         """Says how the function reaches a tensor."""
@@ -131,12 +170,6 @@ def _name_inside(root: Module, tensor: Tensor, prefix: str) -> str | None:
     return None
 
 
-def _noted(value: Any) -> Any:
-    return without_history(value) if isinstance(value, Tensor) else value
-
-
-def without_history(tensor: Tensor) -> Tensor:
-    """The same data and version counter, and as much need of a gradient, but no graph."""
-    if tensor.grad_fn is None:
-        return tensor
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+@functools.lru_cache(10_000)
+def _names(code: CodeType) -> tuple[str, ...]:
+    return tuple(sorted(global_names(code)))

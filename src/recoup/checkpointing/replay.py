@@ -13,16 +13,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.digest import digest
+from recoup.checkpointing.environment import read_settings, write_settings
 from recoup.checkpointing.mismatch import Record, kind_of
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
 
 __all__ = [
-    "CAREFUL",
     "FORGETFUL",
-    "USUAL",
     "Manner",
     "Replayed",
     "depth",
@@ -38,6 +36,7 @@ __all__ = [
 # What torch.autograd.graph.saved_tensors_hooks calls; the context manager itself costs four times as much.
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_get_seed = torch.default_generator.initial_seed
 
 
 class _Depth(threading.local):
@@ -74,8 +73,6 @@ class Manner(NamedTuple):
     """Nothing but the output is wanted."""
 
 
-USUAL = Manner()
-CAREFUL = Manner(carefully=True)
 FORGETFUL = Manner(to_end=True, forgets=True)
 
 Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, int], Any]
@@ -102,9 +99,9 @@ def replay(
     options: Checkpoint,
     records: list[Record],
     leaves: dict[int, Tensor],
-    digests: list[Tensor | None],
     complete: bool,
     manner: Manner,
+    compare: Callable[[int, Tensor], None] | None,
 ) -> Replayed:
     """Runs the function again until every saved tensor that is still wanted exists.
 
@@ -115,18 +112,18 @@ def replay(
         options: whether to stop early and what to compare.
         records: what the forward noted of each tensor it saved.
         leaves: the parameters among them.
-        digests: their contents' digests, if the contents are compared.
         complete: whether the forward has ended; if not, the replay may well save more than it did so far.
         manner: how to run it.
+        compare: is called with each tensor that the forward saved too, and its position, while the operation that
+            saves it runs.
 
     Raises:
         ReplayMismatchError: it saved other tensors than the forward.
     """
-    compare = partial(_compare, fn, records, digests) if manner.carefully else None
     replayed, num_saved = run_with_hooks(fn, args, kwargs, options, records, leaves, compare, manner.to_end)
     values = replayed[0]
     # All at once, after the run: in the hook, between operations, the same costs twice as much.
-    if options.check == "metadata":
+    if options.check != "none":
         expected = [records[position][1] for position in values]
         if list(map(kind_of, values.values())) != expected:
             wrong = next(
@@ -158,6 +155,7 @@ def run_with_hooks(
     while last >= 0 and not wanted[last]:
         last -= 1
     stop_at = last if options.early_stop and not to_end else None
+    settings, seed, is_changed = read_settings(), _get_seed(), True
     check = options.check != "none"
 
     # A closure: it runs for every saved tensor, and local variables are fast.
@@ -169,7 +167,8 @@ def run_with_hooks(
             values[position] = tensor
             if version := tensor._version:
                 versions[position] = version
-            if position == stop_at:
+            # Not while the function has a setting changed that it will put back itself.
+            if position == stop_at and read_settings() == settings and _get_seed() == seed:
                 raise _StopReplay
             return position
         if check and position in leaves:
@@ -193,8 +192,9 @@ def run_with_hooks(
     push_hooks(pack if compare is None else pack_carefully, unpack)
     try:
         output = fn(*args, **kwargs)
+        is_changed = read_settings() != settings
     except _StopReplay:
-        pass
+        is_changed = False
     except BaseException as error:
         # TorchScript, or the function itself, may have turned the stop into an exception of its own.
         if stop_at not in values or not isinstance(error, Exception):
@@ -204,6 +204,8 @@ def run_with_hooks(
         pop_hooks()
         torch._C._set_grad_enabled(grad_mode)
         _depth.value -= 1
+        if is_changed:
+            write_settings(settings)
     # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
     result, values = values, {}
     if last >= 0 and last not in result:
@@ -251,16 +253,3 @@ def _forget(tensor: Tensor) -> None:
 
 def _refuse_forgotten(fn: Callable[..., Any], _: None) -> Tensor:
     raise mismatch.ran_backward(fn)
-
-
-def _compare(
-    fn: Callable[..., Any], records: list[Record], digests: list[Tensor | None], position: int, tensor: Tensor
-) -> None:
-    """Compares one tensor with what the forward noted, while the operation that saves it runs."""
-    record = records[position]
-    if kind_of(tensor) != record[1]:
-        raise mismatch.saved_otherwise(fn, record, tensor, len(records))
-    then = digests[position] if digests else None
-    now = digest(tensor) if then is not None else None
-    if then is not None and now is not None and not torch.equal(then, now):
-        raise mismatch.values_drifted(fn, record, len(records))

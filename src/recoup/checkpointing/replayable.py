@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recoup.checkpointing.replay import Manner
 from recoup.errors import ReplayMismatchError
 
 if TYPE_CHECKING:
@@ -75,8 +76,16 @@ class Replayable(ABC):
         self._lock = threading.RLock()
 
     @abstractmethod
-    def _make(self, key: Any, *, carefully: bool) -> tuple[dict[Any, Tensor], dict[Any, int]]:
-        """Replays until a wanted value is there; returns it and others, and the version counters that are not 0."""
+    def _make(self, key: Any, *, locating: bool) -> tuple[dict[Any, Tensor], dict[Any, int]]:
+        """Replays until a wanted value is there; returns it and others, and the version counters that are not 0.
+
+        Args:
+            key: the value.
+            locating: a replay has gone astray: all that is known is compared, from the first call on.
+        """
+
+    def _manner(self, locating: bool, *, to_end: bool = False) -> Manner:
+        return Manner(locating or self._options.check == "values", to_end)
 
     def _is_ahead(self, key: Any) -> bool:
         """Whether the replay of this backward has yet to get to a value, from where it left off."""
@@ -85,6 +94,10 @@ class Replayable(ABC):
     def _has_left(self) -> bool:
         """Whether there is anything to drop when the backward ends."""
         return bool(self._values)
+
+    def _needs_locating(self) -> bool:
+        """Whether a second replay can say more about where the first one went astray."""
+        return self._options.check not in ("values", "none")
 
     def _drop(self) -> None:
         """Lets go of all that replays have left."""
@@ -108,7 +121,7 @@ class Replayable(ABC):
                 if not is_new:  # read a second time
                     self._values = _Lasting()
             try:
-                values, versions = self._make(key, carefully=self._options.check == "values")
+                values, versions = self._make(key, locating=False)
             except ReplayMismatchError as error:
                 raise self._locate(key, error) from None
             except BaseException:
@@ -139,10 +152,10 @@ class Replayable(ABC):
     def _locate(self, key: Any, error: ReplayMismatchError) -> ReplayMismatchError:
         """Replays once more, comparing every tensor while the operation that saves it runs: that can say where."""
         self._drop()
-        if self._options.check != "metadata":
+        if not self._needs_locating():
             return error
         try:
-            self._make(key, carefully=True)
+            self._make(key, locating=True)
         except ReplayMismatchError as located:
             return located
         except Exception:

@@ -126,14 +126,17 @@ class Segment(Replayable):
     def _has_left(self) -> bool:
         return bool(self._values or self._starts)
 
+    def _needs_locating(self) -> bool:
+        return self._options.check != "none"
+
     def _drop(self) -> None:
         super()._drop()
         self._starts = []
 
-    def _make(self, key: _Key, *, carefully: bool) -> tuple[dict[_Key, Tensor], dict[_Key, int]]:
+    def _make(self, key: _Key, *, locating: bool) -> tuple[dict[_Key, Tensor], dict[_Key, int]]:
         made = _Made({}, {})
         while key not in made.values:
-            self._replay_from(self._take_start(key[0]), made, carefully=carefully)
+            self._replay_from(self._take_start(key[0]), made, locating=locating)
         return made
 
     def _take_start(self, index: int) -> _Start:
@@ -148,26 +151,28 @@ class Segment(Replayable):
         self._starts.clear()
         return _Start(self._whole, {})
 
-    def _replay_from(self, start: _Start, made: _Made, *, carefully: bool) -> None:
+    def _replay_from(self, start: _Start, made: _Made, *, locating: bool) -> None:
         """Replays the calls of a part; those of groups inside it for their outputs only."""
         first, end = start.group.first, self._end_of_wanted(start.group)
         flow = Flow((call.arguments for call in self._calls[first:end]), self._options.check, start.fed)
         start.fed = {}  # from here on it is the flow that lets go of each tensor with its last reader
-        groups = {group.first: group for group in self._with_starts(start.group.groups)}
+        # To say which call went astray, each is compared: none is run for its outputs only.
+        inner = () if locating else self._with_starts(start.group.groups)
+        groups = {group.first: group for group in inner}
         index = first
         while index < end:
             group = groups.get(index)
             if group is None:
-                self._replay_call(index, start, flow, made, Manner(carefully, to_end=index < end - 1))
+                self._replay_call(index, start, flow, made, self._manner(locating, to_end=index < end - 1))
                 index += 1
                 continue
-            inner = self._leave_start(group, start, flow)
+            left = self._leave_start(group, start, flow)
             if end <= group.last + 1:
                 return  # nothing after it needs its outputs
             for index in range(group.first, group.last + 1):
                 outside = self._replay_call(index, start, flow, made, FORGETFUL)
-                if inner is not None:
-                    inner.outside[index] = outside
+                if left is not None:
+                    left.outside[index] = outside
             index = group.last + 1
 
     def _replay_call(

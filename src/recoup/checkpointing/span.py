@@ -13,6 +13,7 @@ from recoup.checkpointing.groups import Group, check_groups
 from recoup.checkpointing.mismatch import describe_function
 from recoup.checkpointing.replay import depth, pop_hooks, push_hooks
 from recoup.checkpointing.segment import Segment
+from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -97,13 +98,20 @@ class Span:
     def _run(
         self, segment: Segment, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        frame = segment.add(fn, FedArguments(args, kwargs, self._outputs.find))
-        push_hooks(frame.pack_hook(), segment.unpack_hook())
+        takes_turn = depth() == 0
+        if takes_turn:
+            begin_turn()
         try:
-            output = fn(*args, **kwargs)
+            frame = segment.add(fn, FedArguments(args, kwargs, self._outputs.find))
+            push_hooks(frame.pack_hook(), segment.unpack_hook())
+            try:
+                output = fn(*args, **kwargs)
+            finally:
+                pop_hooks()
+            frame.settle(output)
         finally:
-            pop_hooks()
-        frame.settle()
+            if takes_turn:
+                end_turn()
         self._outputs.note(len(segment) - 1, output)
         return output
 

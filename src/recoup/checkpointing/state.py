@@ -4,29 +4,32 @@ NOTE [ The replay sees what the forward saw ]
 
 1. Reachable are: the function itself if it is a module, its bound ``self``, a partial's function and arguments,
    closure cells, defaults, the globals it names, and modules, functions and objects among the call's arguments;
-   their attributes; and what lies in lists, tuples and dicts there, up to 1,000 items a call.
+   functions of the user's own that these call by name; attributes and slots of objects; and what lies in containers
+   there, up to 1,000 items a call.
 2. What can be *rebound* is noted before the forward: closure cells, globals, a module's attributes, and the items
    of its dictionaries and lists (parameters, buffers, children, hooks, the user's own). For the replay, what
    differs is put back, and afterwards what stood there before the replay. So a loop variable that moved on, a
    flag, a counter, a cached tensor, ``eval()`` in between or a swapped parameter cannot mislead the replay, and
    the replay leaves no trace. ``requires_grad`` of parameters is treated alike.
-3. Buffers change in place, and batch norm does so without raising the version counter. They are copied before the
+3. Containers and objects outside of modules, and the globals of functions that the function calls, are not put back:
+   they may be logs and counters, to be seen by others. Tensors in them are watched by rule 5, generators are put where
+   they stood. If a result depends on anything else in them, sampled comparison finds it out.
+4. Buffers change in place, and batch norm does so without raising the version counter. They are copied before the
    forward. After it, copies are held of those that are small, or that changed. The replay runs on copies of these
-   copies, by rule 2: the real buffers are not touched, and a tensor that the replay saves keeps its value.
-4. Everything else (parameters, large buffers, captured tensors) is watched. If a version counter moved, the replay
+   copies, by rule 2: the real buffers are not touched, and a tensor that the replay saves keeps its value. Buffers
+   in the same memory are copied together, and stay so. A buffer that needs a gradient is watched like a parameter.
+5. Everything else (parameters, large buffers, captured tensors) is watched. If a version counter moved, the replay
    runs under a guard that raises when an operation really reads that tensor, and names it.
-5. Noted tensors are held without their history: a frame that held a graph would chain to the frames before it.
-6. Sharded parameters (DTensor) are swapped by their owner around every use; rule 2 leaves them alone.
-7. Replays that put something back run one at a time, so that two threads never take each other's copies for the
-   real thing. Frames made inside a replay belong to it and do not wait.
+6. Noted tensors are held without their history: a frame that held a graph would chain to the frames before it.
+7. Sharded parameters (DTensor) are swapped by their owner around every use; rule 2 leaves them alone.
+8. Hooks that the forward registered on watched tensors are in place; those that the replay adds are taken away.
+9. Replays that put something back have the process to themselves: see NOTE [ Threads ].
 """
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterable
 from contextlib import ExitStack
-from operator import is_not
-from types import CellType
 from typing import Any
 
 import torch
@@ -34,28 +37,29 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from recoup.checkpointing.reach import GlobalName, Reach, without_history
+from recoup.checkpointing.guard import unguarded
+from recoup.checkpointing.places import bare, clear_all, holds, look, put, put_all, without_history
+from recoup.checkpointing.reach import Reach
 from recoup.errors import CheckpointError, InputChangedError
 
 __all__ = ["FunctionState"]
 
 _SMALL_BYTES = 64 * 1024
 _MOST_ITEMS = 1000
-_one_at_a_time = threading.RLock()
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class FunctionState:
     """The modules and tensors that a function reaches, as they stood before its forward."""
 
     __slots__ = (
-        "_buffers", "_copies", "_empty", "_moved", "_needs_grad", "_noted", "_reach", "_tensors", "_versions", "_waits",
+        "_buffers", "_copies", "_empty", "_moved", "_needs_grad", "_noted", "_reach", "_tensors", "_versions",
     )  # fmt: skip
 
-    def __init__(self, reach: Reach, *, preserve_buffers: bool, waits: bool) -> None:
+    def __init__(self, reach: Reach, *, preserve_buffers: bool) -> None:
         self._reach = reach
-        self._waits = waits
-        self._noted: list[tuple[Any, Any]] = list(reach.bindings)
-        """Containers and cells, each with a copy of what it held."""
+        self._noted: list[tuple[Any, Any]] = [(place, bare(value)) for place, value in reach.bindings]
+        """Containers and variables, each with a copy of what it held."""
         self._tensors: list[Tensor] = []
         self._empty: list[Any] = []
         """Containers that held nothing."""
@@ -75,13 +79,16 @@ class FunctionState:
 
     def _note_modules(self) -> None:
         stack: list[Module] = []
-        for _, root in self._reach.roots:
-            if isinstance(root, Module):
-                stack.append(root)
-            else:
-                self._tensors.append(root)
+        roots, num_roots = self._reach.roots, 0
         seen: set[int] = set()
-        while stack:
+        while stack or num_roots < len(roots):
+            if not stack:  # modules add to the roots while they are looked at
+                _, root = roots[num_roots]
+                num_roots += 1
+                if not isinstance(root, Module):
+                    self._tensors.append(root)
+                    continue
+                stack.append(root)
             module = stack.pop()
             if id(module) in seen:
                 continue
@@ -100,45 +107,49 @@ class FunctionState:
         attributes = module.__dict__
         noted = attributes.copy()
         self._noted.append((attributes, noted))
-        buffers = attributes["_buffers"]
+        self._reach.add_code(module)
         for name, value in attributes.items():
+            if type(value) in _PLAIN:
+                continue
             if isinstance(value, (dict, list)):
                 if not value:  # as most of a module's own dictionaries are: the cheapest of checks is enough
                     self._empty.append(value)
                 elif len(value) <= _MOST_ITEMS:
-                    self._noted.append((value, value.copy()))
-                    if value is not buffers:
-                        self._note_items(value.values() if isinstance(value, dict) else value, stack)
-            elif isinstance(value, Tensor):
-                noted[name] = kept = without_history(value)
-                self._tensors.append(kept)
-            elif isinstance(value, Module):
-                stack.append(value)
-            elif isinstance(value, torch.Generator):
-                self._reach.generators.append(value)
-        if buffers:
+                    items = value.copy()
+                    self._noted.append((value, items))
+                    for key in value if isinstance(value, dict) else range(len(value)):
+                        self._note_item(name, items, key, stack)
+            else:
+                self._note_item(name, noted, name, stack)
+        if buffers := attributes["_buffers"]:
             self._buffers.append([value for value in buffers.values() if value is not None])
 
-    def _note_items(self, items: Any, stack: list[Module]) -> None:
-        for item in items:
-            if isinstance(item, Tensor):
+    def _note_item(self, name: str, items: Any, key: Any, stack: list[Module]) -> None:
+        """Looks at an item of a copy, and strips it of its history there."""
+        item = items[key]
+        if isinstance(item, Tensor):
+            if item.grad_fn is not None:
+                item = items[key] = without_history(item)
+            if name != "_buffers":
                 self._tensors.append(item)
-            elif isinstance(item, Module):
-                stack.append(item)
-            elif isinstance(item, torch.Generator):
-                self._reach.generators.append(item)
+        elif isinstance(item, Module):
+            stack.append(item)
+        elif type(item) not in _PLAIN:
+            if isinstance(item, tuple):
+                if all(type(part) in _PLAIN for part in item):
+                    return
+                item = items[key] = bare(item)
+            self._reach.add_attribute(name, item)
 
     def _copy_buffers(self, preserve: bool) -> None:
-        with torch.no_grad():
-            for group in self._buffers:
-                for buffer in group:
-                    if buffer.is_inference():
-                        continue
-                    if preserve:
-                        self._copies.setdefault(id(buffer), (buffer, buffer.detach().clone()))
-                    self._tensors.append(buffer)
-                    self._versions.append(buffer._version)
-                    self._needs_grad.append(buffer.requires_grad)
+        found = {id(b): b for group in self._buffers for b in group if not b.is_inference()}
+        for buffer in found.values():
+            self._tensors.append(bare(buffer))
+            self._versions.append(buffer._version)
+            self._needs_grad.append(buffer.requires_grad)
+        if preserve:
+            buffers = [buffer for buffer in found.values() if not buffer.requires_grad]
+            self._copies = {id(b): (b, copy) for b, copy in zip(buffers, _copied(buffers), strict=True)}
 
     def settle(self) -> None:
         """Sorts, right after the forward, what to put back from what to watch, and notes what the function changed."""
@@ -160,7 +171,7 @@ class FunctionState:
         self._buffers = []
 
     def _must_hold(self, buffer: Tensor) -> bool:
-        if buffer.nbytes <= _SMALL_BYTES:
+        if buffer.layout is not torch.strided or buffer.nbytes <= _SMALL_BYTES:
             return True
         # A change that raised no version counter. Elsewhere than on the CPU, looking would mean waiting.
         pair = self._copies.get(id(buffer))
@@ -179,96 +190,73 @@ class FunctionState:
 
     def enter(self, stack: ExitStack) -> None:
         """Shows everything as the forward saw it; ``stack`` puts back what stands there now."""
-        if self._waits:
-            stack.enter_context(_one_at_a_time)
-        fresh = {key: copy.clone() for key, (_, copy) in self._copies.items()}
-        now = [(place, then if _holds(place, then) else _look(place)) for place, then in self._noted]
+        fresh = dict(zip(self._copies, _copied([copy for _, copy in self._copies.values()]), strict=True))
+        now = [(place, then if holds(place, then) else look(place)) for place, then in self._noted]
         filled = [(place, place.copy()) for place in self._empty if place]
-        stack.callback(_put_all, now + filled)
-        stack.callback(_clear_all, self._empty)
-        _clear_all(self._empty)
+        stack.callback(put_all, now + filled)
+        stack.callback(clear_all, self._empty)
+        clear_all(self._empty)
         for place, then in self._noted:
             if fresh and isinstance(then, dict) and not fresh.keys().isdisjoint(map(id, then.values())):
                 then = {key: fresh.get(id(value), value) for key, value in then.items()}
-            _put(place, then)
+            put(place, then)
         for tensor, then in zip(self._tensors, self._needs_grad, strict=True):
             if tensor.requires_grad != then and tensor.is_leaf:
                 stack.callback(tensor.requires_grad_, not then)
                 tensor.requires_grad_(then)
+        hooks = [(t, [h and h.copy() for h in _hooks_of(t)]) for t in self._tensors if any(_hooks_of(t))]
+        stack.callback(_put_hooks, self._tensors, hooks)
 
 
-_EMPTY = object()
+def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies without history; of tensors in the same memory, copies in the same memory."""
+    if not tensors:
+        return []
+    with torch.no_grad(), unguarded():
+        shared = _shared_storages(tensors) if len(tensors) > 1 else {}
+        if not shared:
+            return [tensor.detach().clone() for tensor in tensors]
+        storages = {key: storage.clone() for key, storage in shared.items()}
+        return [
+            torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+                storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+            if (key := _storage_key(tensor)) in storages
+            else tensor.detach().clone()
+            for tensor in tensors
+        ]
 
 
-def _look(place: Any) -> Any:
-    if isinstance(place, GlobalName):
-        return place.namespace.get(place.name, _EMPTY)
-    if isinstance(place, CellType):
-        try:
-            return place.cell_contents
-        except ValueError:  # not bound
-            return _EMPTY
-    return place.copy()
+def _shared_storages(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """The storages that more than one of the tensors has."""
+    found: dict[int, Any] = {}
+    shared: dict[int, Any] = {}
+    for tensor in tensors:
+        key = _storage_key(tensor)
+        if key in found:
+            shared[key] = found[key]
+        elif key:
+            found[key] = tensor.untyped_storage()
+    return shared
 
 
-def _clear_all(places: list[Any]) -> None:
-    for place in places:
-        if place:
-            place.clear()
+def _storage_key(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return 0
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
-def _holds(place: Any, wanted: Any) -> bool:
-    """Whether a place holds exactly what is wanted, by identity."""
-    if isinstance(place, (CellType, GlobalName)):
-        return _look(place) is wanted
-    if len(place) != len(wanted):
-        return False
-    if isinstance(place, list):
-        return not any(map(is_not, place, wanted))
-    return list(place) == list(wanted) and not any(map(is_not, place.values(), wanted.values()))
+def _hooks_of(tensor: Tensor) -> tuple[Any, Any]:
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
-def _put_all(places: list[tuple[Any, Any]]) -> None:
-    for place, wanted in places:
-        _put(place, wanted)
-
-
-def _put(place: Any, wanted: Any) -> None:
-    """Makes a place hold exactly what is wanted, by identity, and touches nothing that already does."""
-    if _holds(place, wanted):
-        return
-    if isinstance(place, (CellType, GlobalName)):
-        _bind(place, wanted)
-    elif isinstance(place, list):
-        place[:] = wanted
-    else:
-        _put_items(place, wanted)
-
-
-def _bind(place: CellType | GlobalName, wanted: Any) -> None:
-    if isinstance(place, GlobalName):
-        if wanted is _EMPTY:
-            del place.namespace[place.name]
-        else:
-            place.namespace[place.name] = wanted
-    elif wanted is _EMPTY:
-        del place.cell_contents
-    else:
-        place.cell_contents = wanted
-
-
-def _put_items(place: dict[Any, Any], wanted: dict[Any, Any]) -> None:
-    if list(place) != list(wanted):
-        sharded = {key: value for key, value in place.items() if _is_sharded(value)}
-        place.clear()
-        place.update(wanted | {key: value for key, value in sharded.items() if key in wanted})
-    else:
-        for key, value in wanted.items():
-            present = place[key]
-            if present is not value and not (_is_sharded(present) or _is_sharded(value)):
-                place[key] = value
-
-
-def _is_sharded(value: Any) -> bool:
-    # By name: importing torch.distributed.tensor costs a second that most users never need.
-    return type(value).__name__ == "DTensor"
+def _put_hooks(tensors: list[Tensor], before: list[tuple[Tensor, list[Any]]]) -> None:
+    """Takes away what was registered on tensors meanwhile."""
+    for tensor in tensors:
+        for place, hooks in enumerate(_hooks_of(tensor)):
+            if hooks:
+                then = next((found[place] for known, found in before if known is tensor), None) or {}
+                if hooks.keys() != then.keys():
+                    hooks.clear()
+                    hooks.update(then)

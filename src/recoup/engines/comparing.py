@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup.engines.fingerprints import Prints, deterministically, differing_bits, differing_size, fingerprint
+from recoup.engines.drift import (
+    Drift,
+    Results,
+    deterministically,
+    drift_between,
+    list_drifts,
+    on_host,
+    too_far,
+)
 from recoup.engines.plans import ModelPlan
 from recoup.engines.tree import leaves_of
 from recoup.errors import VerificationError
@@ -21,10 +30,25 @@ from recoup.measuring.streaming import UnitCall, stream
 from recoup.measuring.trees import needing_gradient
 from recoup.measuring.undo import undone
 
-__all__ = ["compare_units"]
+__all__ = ["Compared", "compare_units"]
 
 
-def compare_units(step: TrainingStep, plan: ModelPlan) -> None:
+@dataclass
+class Compared:
+    """What a comparison unit by unit found.
+
+    Attributes:
+        num_units: how many units there were to compare.
+        skipped: units for which the memory did not suffice.
+        drifting: results that are not bit-equal, of units whose plain runs are not either.
+    """
+
+    num_units: int = 0
+    skipped: list[str] = field(default_factory=list)
+    drifting: list[Drift] = field(default_factory=list)
+
+
+def compare_units(step: TrainingStep, plan: ModelPlan) -> Compared:
     """Streams the step and compares each unit's outputs and gradients, kept and as the plan says.
 
     Raises:
@@ -41,7 +65,9 @@ def compare_units(step: TrainingStep, plan: ModelPlan) -> None:
         step.preserved(),
         intercepted({module: InnerForward(module) for module in inner}),
     ):
-        stream(step, units, _Comparer(recipes))
+        comparer = _Comparer(recipes)
+        stream(step, units, comparer)
+    return comparer.compared
 
 
 def _inner_names(plan: ModelPlan, unit: Any, names: dict[str, Any]) -> set[str]:
@@ -59,6 +85,7 @@ class _Comparer:
 
     def __init__(self, recipes: dict[str, Recipe]) -> None:
         self.recipes = recipes
+        self.compared = Compared()
 
     def enter(self, call: UnitCall) -> None:
         with undone(call) as repeatable:
@@ -68,24 +95,23 @@ class _Comparer:
         recipe = self.recipes.get(call.name, KEEP)
         # A unit inside a segment is replayed under a recipe that may keep: then the segment's own replay is the same.
         recipe = Recipe(whole=True, inner=recipe.inner)
+        self.compared.num_units += 1
         try:
-            plain = deterministically(lambda: _prints(call, KEEP))
+            plain = deterministically(lambda: _results(call, KEEP))
+            replayed = deterministically(lambda: _results(call, recipe))
+            found = drift_between(plain, replayed)
+            if not found:
+                return
+            own = drift_between(plain, deterministically(lambda: _results(call, KEEP)))
         except torch.OutOfMemoryError:
+            self.compared.skipped.append(call.name)
             return
-        replayed = deterministically(lambda: _prints(call, recipe))
-        if not differing_bits(plain, replayed):
-            return
-        again = deterministically(lambda: _prints(call, KEEP))
-        wrong = (
-            differing_size(plain, replayed)
-            if differing_bits(plain, again)
-            else differing_bits(plain, replayed)
-        )
-        if wrong:
+        if wrong := too_far(found) if own else found:
             raise VerificationError(
-                f"Replayed, unit {call.name!r} does not give what it gives when it is kept: {', '.join(wrong[:5])}"
-                f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}. Run recoup.audit on the model."
+                f"Replayed, unit {call.name!r} does not give what it gives when it is kept: {list_drifts(wrong)}."
+                " Run recoup.audit on the model."
             )
+        self.compared.drifting += [drift._replace(name=f"{call.name}: {drift.name}") for drift in found]
 
     def visit(self, call: UnitCall) -> Any:
         return call.glance()
@@ -94,14 +120,14 @@ class _Comparer:
         pass
 
     def restart(self) -> None:
-        pass
+        self.compared = Compared()
 
     def end(self, loss: Tensor, output: Any) -> None:
         pass
 
 
-def _prints(call: UnitCall, recipe: Recipe) -> Prints:
-    """Fingerprints of a unit's outputs and of the gradients of its parameters, from the same state each time."""
+def _results(call: UnitCall, recipe: Recipe) -> Results:
+    """A unit's outputs and the gradients of its parameters, from the same state each time."""
     devices = sorted({p.device.index for p in call.module.parameters() if p.device.type == "cuda"})
     named = {name: p for name, p in call.module.named_parameters() if p.requires_grad}
     buffers = {buffer: buffer.clone() for buffer in call.module.buffers()}
@@ -109,7 +135,7 @@ def _prints(call: UnitCall, recipe: Recipe) -> Prints:
     with torch.random.fork_rng(devices):
         output = run_recipe(recipe, call.module, call.fn, args, kwargs)
         # Units without parameters have nothing else, and within a segment the next unit starts from it.
-        prints = {f"output {i}": fingerprint(t) for i, t in enumerate(needing_gradient(output))}
+        results = {f"output {i}": on_host(t) for i, t in enumerate(needing_gradient(output))}
         seed = seeded(output)
         del output
         gradients = (None,) if seed is None else gradients_from([seed], [start, *named.values()])
@@ -117,4 +143,4 @@ def _prints(call: UnitCall, recipe: Recipe) -> Prints:
         for buffer, value in buffers.items():
             buffer.copy_(value)
     found = zip(named, gradients[1:], strict=False)
-    return prints | {f"the gradient of {name!r}": fingerprint(g) for name, g in found if g is not None}
+    return results | {f"gradient of {name}": on_host(g) for name, g in found if g is not None}

@@ -1,13 +1,14 @@
-"""``apply`` and ``remove``: a plan on a model, in place, without a visible trace."""
+"""``apply`` and ``remove``: a plan or a policy on a model, in place, without a visible trace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from recoup.engines.by_policy import arrange
 from recoup.engines.plans import ModelPlan
 from recoup.engines.running import Nesting, PlannedCall, Run
 from recoup.engines.tree import Item, Segment, leaves_of
@@ -19,7 +20,9 @@ from recoup.measuring.intercept import StandIn, install, installed, uninstall
 from recoup.measuring.options import KEEP, InnerForward, Recipe
 from recoup.measuring.profile import ProfiledUnit
 from recoup.measuring.slices import SlicedForward, find_module, slices_by_sequential
+from recoup.measuring.units import Units
 from recoup.planning import Backward
+from recoup.policies import Policy
 
 __all__ = ["apply", "is_applied", "remove"]
 
@@ -87,16 +90,19 @@ class _Root(_Planned):
 class _UnitForward(_Planned):
     """Stands in for a unit's forward: runs each of its calls as the plan says."""
 
-    def __init__(self, engine: _Engine, module: nn.Module, units: Sequence[int], *, training: bool) -> None:
+    def __init__(
+        self, engine: _Engine, module: nn.Module, units: Sequence[int], *, training: bool | None
+    ) -> None:
         super().__init__(engine, module)
         self.training = training
+        """The mode that the plan is for; None for both."""
         self.units = tuple(units)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         if engine.nesting.is_inside or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        if self.module.training != self.training:
+        if self.training is not None and self.module.training != self.training:
             engine.watch.at_unit_in_other_mode(self.training)
             return self.original(*args, **kwargs)
         if engine.watch.is_recomputed_by_others():
@@ -118,31 +124,74 @@ class _UnitForward(_Planned):
         return self.units[min(number, len(self.units) - 1)]
 
 
-def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
-    """Lets a model run as a plan says, in place; a plan that was there before is replaced.
+def apply(
+    model: nn.Module,
+    plan: ModelPlan | Policy,
+    *,
+    units: Units | Iterable[Units] | None = None,
+    sample: Any = None,
+    costs: Sequence[float] | None = None,
+) -> nn.Module:
+    """Lets a model run as a plan or a policy says, in place; what was there before is replaced.
 
     The model keeps its class, names, ``state_dict`` and hooks; it can be copied and pickled with its plan. Calls
-    without gradients, and in another mode (train or eval) than the measured one, run plainly. So does a model that is
-    traced, exported, compiled or transformed by torch.func. Where the plan keeps everything, nothing is touched.
+    without gradients run plainly, and with a plan those in another mode (train or eval) than the measured one. So does
+    a model that is traced, exported, compiled or transformed by torch.func. Where everything is kept, nothing is
+    touched.
 
-    A training call that leaves what was measured gives a `RecoupWarning`, once of each kind: larger inputs, other
-    autocast, another mode, more forwards before a backward, checkpoints of the model's own, an output that is held,
-    gradients that are there when a forward begins.
+    With a plan, a training call that leaves what was measured gives a `RecoupWarning`, once of each kind: larger
+    inputs, other autocast, another mode, more forwards before a backward, checkpoints of the model's own, an output
+    that is held, gradients that are there when a forward begins.
+
+    With a policy nothing is measured, and no budget is promised. Units are those that `measure` would choose, counted
+    in the order in which the model registers them; what runs between them is kept.
+
+    Args:
+        model: in any state; a policy holds in train mode and in eval mode.
+        plan: what `recoup.plan` made, or one of `recoup.policies`, such as ``UniformSegments(4)``.
+        units: with a policy: the modules that it is about, as for `measure`.
+        sample: with a policy: what the model takes (a tensor, a tuple of arguments, a dict of keyword arguments). It is
+            run once, without a trace, and units are counted in the order of their calls.
+        costs: with a policy that decides by them: one for each unit.
 
     Raises:
         ApplyError: the plan was made for another model.
+        PolicyError: the policy does not suit the model's units.
+        UnitError: there are no such units.
+
+    >>> from recoup.policies import UniformSegments
+    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    >>> loss = apply(model, UniformSegments(2))(torch.zeros(4, 8)).sum()
+    >>> loss.backward()
     """
-    modules = _check(model, plan)
+    if isinstance(plan, Policy):
+        found, items = arrange(model, plan, units=units, sample=sample, costs=costs)
+        modules = {module: [index] for index, module in enumerate(found)}
+        recipes: dict[int, tuple[Recipe, ...]] = dict.fromkeys(range(len(found)), (KEEP,))
+        engine = _Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))
+        modes: dict[nn.Module, bool] = {}
+    else:
+        _refuse_more(plan, units=units, sample=sample, costs=costs)
+        modules = _check(model, plan)
+        profile = plan.profile
+        recipes = {index: unit.recipes for index, unit in enumerate(profile.units)}
+        watch = Watch(
+            profile.conditions, holds_output=profile.holds_output, gradients_fit=_gradients_fit(plan)
+        )
+        engine = _Engine(plan.items, recipes, watch)
+        modes = {module: _mode(model, module, profile.conditions) for module in modules}
     remove(model)
-    recipes = {index: unit.recipes for index, unit in enumerate(plan.profile.units)}
-    profile = plan.profile
-    conditions = profile.conditions
-    watch = Watch(conditions, holds_output=profile.holds_output, gradients_fit=_gradients_fit(plan))
-    engine = _Engine(plan.items, recipes, watch)
-    planned = _planned_units(plan)
+    _install(model, engine, modules, modes)
+    return model
+
+
+def _install(
+    model: nn.Module, engine: _Engine, modules: dict[nn.Module, list[int]], modes: dict[nn.Module, bool]
+) -> None:
+    planned = _planned_units(engine)
     touched = {module: units for module, units in modules.items() if planned.keys() & set(units)}
     for module, units in touched.items():
-        install(module, _UnitForward(engine, module, units, training=_mode(model, module, conditions)))
+        install(module, _UnitForward(engine, module, units, training=modes.get(module)))
         for name in {name for unit in units for name in planned.get(unit, ())}:
             inner = module.get_submodule(name)
             if not isinstance(vars(inner).get("forward"), InnerForward):
@@ -153,7 +202,17 @@ def apply(model: nn.Module, plan: ModelPlan) -> nn.Module:
         for cached in cached_models(model):
             install(cached, CachelessForward(cached))
         install(model, _Root(engine, model))
-    return model
+
+
+def _refuse_more(plan: Any, **given: Any) -> None:
+    if not isinstance(plan, ModelPlan):
+        raise ApplyError(
+            f"apply takes a plan, or a policy such as recoup.policies.EveryN(2); got a {type(plan).__name__}. Of what"
+            " recoup.fit returns, take .plan."
+        )
+    for name, value in given.items():
+        if value is not None:
+            raise ApplyError(f"{name}= goes with a policy; a plan has its own. Leave it out.")
 
 
 def _gradients_fit(plan: ModelPlan) -> tuple[bool, bool]:
@@ -215,12 +274,12 @@ def _check_inside(module: nn.Module, unit: ProfiledUnit) -> None:
             ) from None
 
 
-def _planned_units(plan: ModelPlan) -> dict[int, tuple[str, ...]]:
+def _planned_units(engine: _Engine) -> dict[int, tuple[str, ...]]:
     """Units that are not simply kept, each with the modules inside that any of its recipes checkpoints."""
     planned: dict[int, tuple[str, ...]] = {}
-    for item in plan.items:
+    for item in engine.items:
         for leaf in leaves_of([item]):
-            recipe = plan.recipe(leaf)
+            recipe = engine.recipes[leaf.unit][leaf.option]
             if isinstance(item, Segment) or recipe != KEEP:
                 planned[leaf.unit] = recipe.inner
     return planned

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from recoup.engines.comparing import compare_units
-from recoup.engines.fingerprints import (
+from recoup.checkpointing.sampling import sampling
+from recoup.engines.comparing import Compared, compare_units
+from recoup.engines.drift import (
+    Drift,
     Prints,
+    Results,
     deterministically,
-    differing_bits,
-    differing_size,
+    differing,
+    drift_between,
     fingerprint,
+    list_drifts,
+    on_host,
+    too_far,
 )
 from recoup.engines.plans import ModelPlan
 from recoup.engines.recording import Points, Recording, record
-from recoup.errors import OverBudgetError, VerificationError
+from recoup.errors import OverBudgetError, ReplayMismatchError, VerificationError
 from recoup.measuring.caches import cached_models, without_caches
 from recoup.measuring.intercept import suspended
 from recoup.measuring.meter import Meter, device_of, make_meter
@@ -27,6 +37,7 @@ from recoup.sizes import format_bytes
 
 __all__ = ["Verification", "verify_step"]
 
+T = TypeVar("T")
 _MOST_REPEATS = 5
 _ENOUGH_S = {"cpu": 1.0, "cuda": 0.15}
 """A step is timed until that took this long: longer steps hardly vary, least of all on a GPU."""
@@ -46,8 +57,10 @@ class Verification:
         seconds: measured, forward and backward.
         plain_peak_bytes: of the plain step; ``None`` where that did not fit.
         plain_seconds: of the plain step; ``None`` where that did not fit.
-        gradients: how the gradients were compared: ``"bit-equal"``, or ``"bit-equal, unit by unit"``.
-        drifting: parameters whose gradients are not bit-equal, in a model whose plain steps are not either.
+        gradients: how the gradients compare, in words: ``"bit-equal"``, or ``"bit-equal, unit by unit"`` where the
+            plain step did not fit; what was not compared, and how far those that drift are apart.
+        drifting: gradients that are not bit-equal, in a model whose plain steps are not either, and how far they are
+            apart.
         notes: what is to be known about these figures, in sentences.
         timeline: seconds, and the bytes of the whole step from then on. Watching slows a step down unevenly: the
             times are those of the watched step, scaled to ``seconds``.
@@ -58,7 +71,7 @@ class Verification:
     plain_peak_bytes: int | None
     plain_seconds: float | None
     gradients: str
-    drifting: tuple[str, ...] = ()
+    drifting: tuple[Drift, ...] = ()
     notes: tuple[str, ...] = ()
     timeline: Points = field(default=(), repr=False)
 
@@ -87,32 +100,43 @@ def verify_step(step: TrainingStep, plan: ModelPlan) -> Verification:
     plain: _Run | None = None
     if verifier.plain_fits():
         try:
-            with suspended(step.model), without_caches(step.model):
+            with verifier.plainly():
                 plain = verifier.run()
         except torch.OutOfMemoryError:
             plain = None
     if plain is None:
-        compare_units(step, plan)
-        return Verification(
-            fitted.peak_bytes,
-            fitted.seconds,
-            None,
-            None,
-            "bit-equal, unit by unit",
-            notes=verifier.notes(),
-            timeline=fitted.timeline,
-        )
-    drifting = verifier.compare(fitted, plain)
+        compared = compare_units(step, plan)
+        gradients, drifting = _unit_by_unit(compared), tuple(compared.drifting)
+    else:
+        drifting = verifier.compare(fitted, plain)
+        gradients = _in_words(drifting)
     return Verification(
         fitted.peak_bytes,
         fitted.seconds,
-        plain.peak_bytes,
-        plain.seconds,
-        "bit-equal",
+        plain.peak_bytes if plain else None,
+        plain.seconds if plain else None,
+        gradients,
         drifting,
         verifier.notes(),
         timeline=fitted.timeline,
     )
+
+
+def _in_words(drifting: tuple[Drift, ...]) -> str:
+    if not drifting:
+        return "bit-equal"
+    error, cosine = max(d.relative_error for d in drifting), min(d.cosine for d in drifting)
+    return (
+        f"not bit-equal, as in plain steps: {len(drifting)} with a relative error up to {error:.2g},"
+        f" cosine from {cosine:.4f}"
+    )
+
+
+def _unit_by_unit(compared: Compared) -> str:
+    if len(compared.skipped) == compared.num_units:
+        return "not compared, for lack of memory"
+    skipped = f"; not compared for lack of memory: {', '.join(compared.skipped)}" if compared.skipped else ""
+    return f"{_in_words(tuple(compared.drifting))}, unit by unit{skipped}"
 
 
 class _Verifier:
@@ -176,23 +200,34 @@ class _Verifier:
                 # Inside, since a step of the user's may drop these gradients and make others.
                 self._prepare()
                 lived_bytes = self.residents.total_bytes + self.meter.live_bytes() - live_bytes
-                return record(self.meter, self._step), lived_bytes
+                # Comparing takes memory too, on some devices: this is the most that a step may need.
+                with sampling("always"):
+                    try:
+                        return record(self.meter, self._step), lived_bytes
+                    except ReplayMismatchError as error:
+                        raise VerificationError(f"{error}\nRun recoup.audit on the model.") from None
 
     def prints(self) -> Prints:
         """Of every gradient after a step; of the parameters too where the step may change them."""
         return deterministically(self._prints)
 
     def _prints(self) -> Prints:
-        found: Prints = {}
+        return self._after_step(fingerprint)
+
+    def _results(self, names: list[str]) -> Results:
+        return deterministically(lambda: self._after_step(on_host, names))
+
+    def _after_step(self, see: Callable[[Tensor], T], names: list[str] | None = None) -> dict[str, T]:
+        found: dict[str, Tensor] = {}
         with self.step.preserved():
             self._prepare()
             self._step()
             for name, parameter in self.step.model.named_parameters():
                 if parameter.grad is not None:
-                    found[name] = fingerprint(parameter.grad)
+                    found[name] = parameter.grad
                 if self.step.changes_parameters:
-                    found[f"{name} (after the step)"] = fingerprint(parameter)
-        return found
+                    found[f"{name} (after the step)"] = parameter
+            return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
 
     def _settle(self) -> None:
         """Lets an optimizer inside the step make its state, which counts as there already."""
@@ -217,25 +252,30 @@ class _Verifier:
         loss.backward()
         del output
 
-    def compare(self, fitted: _Run, plain: _Run) -> tuple[str, ...]:
+    def compare(self, fitted: _Run, plain: _Run) -> tuple[Drift, ...]:
         """Compares gradients bit by bit; returns those that differ as plain steps differ among themselves."""
-        differing = differing_bits(fitted.prints, plain.prints)
-        drifting: set[str] = set()
-        for _ in range(_MOST_PLAIN_STEPS):
-            if drifting.issuperset(differing):
-                return tuple(differing)
-            with suspended(self.step.model), without_caches(self.step.model):
-                drifting.update(differing_bits(plain.prints, self.prints()))
-        # Where plain steps drift, more may than a few of them show: what is left must at least be as large as before.
-        wrong = differing_size(fitted.prints, plain.prints) if drifting else differing
-        if wrong:
+        names = differing(fitted.prints, plain.prints)
+        if not names:
+            return ()
+        with self.plainly():
+            drifts = any(differing(plain.prints, self.prints()) for _ in range(_MOST_PLAIN_STEPS))
+            results = self._results(names)
+            own = drift_between(results, self._results(names)) if drifts else []
+        found = drift_between(results, self._results(names))
+        if wrong := too_far(found, own) if drifts else found:
             raise VerificationError(
-                f"Under the plan the gradient of {', '.join(map(repr, wrong[:5]))}"
-                f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''} differs from the plain step's, and plain"
+                f"Under the plan the gradient of {list_drifts(wrong)} differs from the plain step's, and plain"
                 " steps do not differ so among themselves. Run recoup.audit on the model: a unit does not repeat"
                 " itself in its replay."
             )
-        return tuple(differing)
+        # Equal this time, and yet they were not.
+        return tuple(found) or tuple(Drift(name, 0.0, 1.0) for name in names)
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Steps without the plan, with the caches off that it switches off."""
+        with suspended(self.step.model), without_caches(self.step.model):
+            yield
 
 
 def _over_budget(peak_bytes: int, plan: ModelPlan) -> OverBudgetError:

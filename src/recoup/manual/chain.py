@@ -80,6 +80,11 @@ class Chain:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def __repr__(self) -> str:
+        names = [step.label(unit) for unit, step in enumerate(self.steps)]
+        shown = ", ".join(names if len(names) <= 4 else [*names[:2], "…", names[-1]])
+        return f"<Chain of {len(self)}: {shown}{'' if self.enabled else ', not enabled'}>"
+
     def forward(
         self,
         x: Any,
@@ -88,6 +93,7 @@ class Chain:
         store: ActivationStore | None = None,
         keep_input: bool = True,
         costs: Sequence[float] | None = None,
+        first_unit: int | None = None,
     ) -> Run:
         """Runs all steps, holding the inputs that the policy keeps.
 
@@ -101,19 +107,32 @@ class Chain:
                 entry that a later run replaced is recomputed, never mistaken.
             keep_input: also hold a copy of ``x`` that the store does not count: a backward always works.
             costs: what each step costs to recompute, for policies and stores that ask.
+            first_unit: for a chain that is a part of a longer one, run over one store: the number of its first step
+                there, so that each part has entries of its own. The policy then decides unit by unit.
 
         Raises:
             ChainError: if ``x`` or what a step returns is no array, or the policy is none.
             PolicyError: if the policy does not suit this chain or these costs.
             PrecisionError: if the store's precision cannot hold an activation.
+
+        >>> import numpy as np
+        >>> steps = [Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)] * 6
+        >>> store = ActivationStore()
+        >>> one = Chain(steps[:3]).forward(np.ones(3), policy=EveryN(3), store=store, first_unit=0)
+        >>> Chain(steps[3:]).forward(one.output, policy=EveryN(3), store=store, first_unit=3)
+        <Run of 3 units, counted from 3: output of shape [3], holds (3,), 0 run again>
+        >>> store.held_units()
+        (0, 3)
         """
         array = _checked_input(x)
-        policy, store = self._arrangement(policy, store)
-        kept = policy.keeps(len(self.steps), costs)
-        memory = Memory(store, copy_array(array) if keep_input else None)
-        for unit, step in enumerate(self.steps):
-            if kept[unit]:
-                memory.keep(unit, array, cost=costs[unit] if costs is not None else 0.0)
+        start = _checked_first(first_unit)
+        policy, store = self._arrangement(policy, store, start)
+        kept = self._kept(policy, costs, first_unit)
+        memory = Memory(store, copy_array(array) if keep_input else None, start)
+        for index, step in enumerate(self.steps):
+            unit = start + index
+            if kept[index]:
+                memory.keep(unit, array, cost=costs[index] if costs is not None else 0.0)
             else:
                 memory.drop(unit, array)
             array = call_forward(step, unit, array)
@@ -171,13 +190,19 @@ class Chain:
         """
         return run_schedule(self.steps, schedule, array=_checked_input(x), grad_output=grad_output)
 
+    def _kept(self, policy: Policy, costs: Sequence[float] | None, first_unit: int | None) -> Sequence[bool]:
+        if first_unit is None:
+            return policy.for_names([step.called for step in self.steps]).keeps(len(self.steps), costs)
+        given = [None] * len(self.steps) if costs is None else _checked_costs(costs, len(self.steps))
+        return [policy.keeps_unit(unit, cost=cost) for unit, cost in enumerate(given, first_unit)]
+
     def _arrangement(
-        self, policy: Policy | None, store: ActivationStore | None
+        self, policy: Policy | None, store: ActivationStore | None, first_unit: int
     ) -> tuple[Policy, ActivationStore]:
         if not self.enabled:
             return KeepAll(), ActivationStore()
         if store is None:
-            num_units = len(self.steps)
+            num_units = first_unit + len(self.steps)
             store = ActivationStore(max_entries=DEFAULT_MAX_ENTRIES, evict="refuse", num_units=num_units)
         policy = EveryN() if policy is None else policy
         if not isinstance(policy, Policy):
@@ -191,6 +216,14 @@ def _checked_input(x: Any) -> Any:
     if problem:
         raise ChainError(f"The chain's input must be an array: {problem}.")
     return copy_array(x)
+
+
+def _checked_first(unit: Any) -> int:
+    if unit is None:
+        return 0
+    if isinstance(unit, bool) or not isinstance(unit, int) or unit < 0:
+        raise ChainError(f"first_unit must be a whole number, 0 or more; got {unit!r}.")
+    return unit
 
 
 def _checked_costs(costs: Sequence[float] | None, num_steps: int) -> Sequence[float]:

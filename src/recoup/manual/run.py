@@ -10,6 +10,7 @@ from typing import Any
 from recoup.errors import ChainError, NotHeldError, UnitRangeError
 from recoup.manual.memory import Memory
 from recoup.manual.steps import Step, call_backward, call_forward
+from recoup.stores import ActivationStore
 from recoup.stores.arrays import copy_array, why_not_array
 
 __all__ = ["Gradients", "Run"]
@@ -47,11 +48,26 @@ class Run:
     """
 
     def __init__(self, steps: Sequence[Step], memory: Memory, output: Any) -> None:
-        self._steps = tuple(steps)
+        self._units = range(memory.first_unit, memory.first_unit + len(steps))
+        self._steps = dict(zip(self._units, steps, strict=True))
         self._memory = memory
         self._output_shape = tuple(output.shape)
         self._num_recomputed = 0
         self.output = output
+
+    def __repr__(self) -> str:
+        return (
+            f"<Run of {self._counted()}: output of shape {list(self._output_shape)}, holds {self.held_units()},"
+            f" {self._num_recomputed} run again>"
+        )
+
+    def _counted(self) -> str:
+        return f"{len(self._units)} units, counted from {self._units.start}"
+
+    @property
+    def store(self) -> ActivationStore:
+        """Where its activations are held."""
+        return self._memory.store
 
     @property
     def num_recomputed(self) -> int:
@@ -69,10 +85,8 @@ class Run:
             UnitRangeError: if the chain has no such unit.
             NotHeldError: if nothing is held at or before it.
         """
-        if unit not in range(len(self._steps)):
-            raise UnitRangeError(
-                f"Unit {unit!r} is out of range: the chain has {len(self._steps)} units, counted from 0."
-            )
+        if unit not in self._units:
+            raise UnitRangeError(f"Unit {unit!r} is out of range: the chain has {self._counted()}.")
         return self._reach(operator.index(unit), {}, set_aside=False)
 
     def backward(self, grad_output: Any) -> Gradients:
@@ -94,12 +108,13 @@ class Run:
                 f"{self._output_shape}. Give one of the same shape."
             )
         grad = copy_array(grad_output)
-        parameters: list[Any] = [None] * len(self._steps)
+        parameters: list[Any] = []
         aside: dict[int, Any] = {}
-        for unit in reversed(range(len(self._steps))):
+        for unit, step in reversed(self._steps.items()):
             array = self._reach(unit, aside, set_aside=True)
-            grad, parameters[unit] = call_backward(self._steps[unit], unit, array, grad)
-        return Gradients(grad, tuple(parameters))
+            grad, given = call_backward(step, unit, array, grad)
+            parameters.append(given)
+        return Gradients(grad, tuple(reversed(parameters)))
 
     def _reach(self, unit: int, aside: dict[int, Any], *, set_aside: bool) -> Any:
         """Gives an input that the caller may change, running again what lies between it and a held one."""
@@ -116,11 +131,13 @@ class Run:
     def _nearest(self, unit: int, aside: dict[int, Any]) -> tuple[int, Any]:
         if unit in aside:
             return unit, aside.pop(unit)
-        for start in range(unit, -1, -1):
+        for start in range(unit, self._units.start - 1, -1):
             array = self._memory.load(start)
             if array is not None:
                 return start, array
+        lost = f" {self._memory.why_lost}" if self._memory.why_lost else ""
         raise NotHeldError(
-            f"The input of unit {unit} is not held, nor that of any unit before it to recompute it from. "
-            "Run the forward with keep_input=True, keep more (policy=…), or give the store more room."
+            f"The input of unit {unit} is not held, nor that of any unit before it to recompute it from.{lost} Run the"
+            " forward with keep_input=True, keep more (policy=…), give the store more room, or, where several forwards"
+            " share it, number their units one after the other (first_unit=…)."
         )

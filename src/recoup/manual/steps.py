@@ -49,8 +49,12 @@ class Step:
         >>> Step(abs).label(2)
         'step 2 (abs)'
         """
-        name = self.name or getattr(self.forward, "__name__", type(self.forward).__name__)
-        return f"step {unit} ({name})"
+        return f"step {unit} ({self.called})"
+
+    @property
+    def called(self) -> str:
+        """Its name, or else that of its forward."""
+        return self.name or getattr(self.forward, "__name__", type(self.forward).__name__)
 
 
 def call_forward(step: Step, unit: int, array: Any) -> Any:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from recoup.checkpointing.sampling import sampling
 from recoup.measuring.held import HeldValues, held_gradient
 from recoup.measuring.notes import Notes
 from recoup.measuring.optimizers import Optimizers, read_optimizers
@@ -74,6 +75,7 @@ def preserving(
     parameters = list(dict.fromkeys([*owned, *tensors(groups), *reached.leaves]))
     # Put back from the last to the first: gradients of the block make room before anything else returns.
     with ExitStack() as exits:
+        exits.enter_context(sampling("never"))
         exits.callback(held_random_state())
         exits.callback(_held_modules([module for one in models for module in one.modules()]))
         notes = Notes()

@@ -16,13 +16,11 @@ NOTE [ What a step can reach ]
 
 from __future__ import annotations
 
-import dis
 import functools
 import io
 import random
 import re
 import sys
-import sysconfig
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -30,9 +28,7 @@ from operator import is_
 from types import (
     BuiltinFunctionType,
     CellType,
-    CodeType,
     FunctionType,
-    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -42,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recoup.checkpointing.own_code import attribute_names, file_of, global_names, is_library, slots_of
 from recoup.measuring.compiled import is_compiled_function
 
 __all__ = ["Reached", "hooks_of"]
@@ -55,7 +52,6 @@ _MACHINERY = re.compile(
     rf"{_OURS}|_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re|selectors|socket"
     r"|subprocess|threading|typing|unittest|weakref"
 )
-_LIBRARIES = tuple({sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 _FRAMEWORKS = re.compile(
     r"builtins|functools|torch\w*|transformers|accelerate|\w*lightning\w*|peft|trl|timm|deepspeed"
 )
@@ -192,7 +188,7 @@ class Reached:
                 if is_own:
                     self.iterators.append((name, value))
             case ModuleType():
-                if not _is_library(getattr(value, "__file__", None)):
+                if not is_library(getattr(value, "__file__", None)):
                     self._holders.append(functools.partial(_hold_dict, vars(value)))
                     self._visit_attributes(name, vars(value), is_own)
             case _:
@@ -216,18 +212,18 @@ class Reached:
         if self._is_library_code(fn):
             return
         self._queue([(fn.__name__, fn.__dict__)], is_own)
-        for name in _attribute_names(fn.__code__) - self._names:
+        for name in attribute_names(fn.__code__) - self._names:
             self._names.add(name)
             self._waiting.extend(self._unread.pop(name, ()))
         known = fn.__globals__
-        for name in sorted(_global_names(fn.__code__)):
+        for name in sorted(global_names(fn.__code__)):
             self._holders.append(functools.partial(_hold_key, known, name))
             if name in known:
                 self._queue([(name, known[name])], is_own)
 
     def _is_library_code(self, fn: FunctionType) -> bool:
         # A training script may be installed as a package of its own.
-        return _is_library(fn.__code__.co_filename) and _root_of(fn.__module__) not in self._own_packages
+        return is_library(fn.__code__.co_filename) and _root_of(fn.__module__) not in self._own_packages
 
     def _visit_modules(self, name: str, root: nn.Module) -> None:
         """A model's modules one by one, whatever order they were reached in."""
@@ -243,12 +239,12 @@ class Reached:
         if (state := _numpy_state(value)) is not None:
             self._holders.append(state)
             return
-        is_own = is_own and not _is_library(_file_of(type(value)))
+        is_own = is_own and not is_library(file_of(type(value)))
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._holders.append(functools.partial(_hold_dict, attributes))
             self._visit_attributes(name, attributes, is_own)
-        if slots := _slots_of(type(value)):
+        if slots := slots_of(type(value)):
             self._holders.append(functools.partial(_hold_slots, value, slots))
             held = {slot.__name__: slot.__get__(value) for slot in slots if _has(value, slot)}
             self._visit_attributes(name, held, is_own)
@@ -256,7 +252,7 @@ class Reached:
 
     def _visit_class(self, name: str, cls: type, is_own: bool) -> None:
         """What all objects of a class of the user's share: its methods, and its state."""
-        if _is_library(_file_of(cls)) and _root_of(cls.__module__) not in self._own_packages:
+        if is_library(file_of(cls)) and _root_of(cls.__module__) not in self._own_packages:
             return
         self._holders.append(functools.partial(_hold_class, cls))
         for key, item in list(vars(cls).items()):
@@ -290,25 +286,6 @@ def _content(cell: CellType) -> Any:
         return _EMPTY
 
 
-@functools.cache
-def _global_names(code: CodeType) -> frozenset[str]:
-    """The globals that a function's code, and that of functions inside it, reads or binds."""
-    names = {
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME", "STORE_NAME")
-    }
-    inner = (_global_names(const) for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(names).union(*inner)
-
-
-@functools.cache
-def _attribute_names(code: CodeType) -> frozenset[str]:
-    """The attributes that a function's code, and that of functions inside it, reads."""
-    inner = (_attribute_names(const) for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
 def _root_of(module: str | None) -> str:
     return str(module or "").partition(".")[0]
 
@@ -321,28 +298,10 @@ def _package_of(root: Any) -> str:
     return "" if _FRAMEWORKS.fullmatch(package) else package
 
 
-def _is_library(file: str | None) -> bool:
-    """Whether code is not the user's own: installed, or built in."""
-    return file is None or file.startswith(("<frozen", *_LIBRARIES))
-
-
-def _file_of(cls: type) -> str | None:
-    module = sys.modules.get(cls.__module__)
-    if cls.__module__ in ("__main__", "__mp_main__"):
-        return "__main__"
-    return getattr(module, "__file__", None)
-
-
 def _is_machinery(value: Any) -> bool:
     package = value.__module__ if isinstance(value, (FunctionType, type)) else type(value).__module__
     is_machinery = _MACHINERY.fullmatch(_root_of(package)) is not None
     return is_machinery and not isinstance(value, (nn.Module, Tensor))
-
-
-def _slots_of(cls: type) -> list[Any]:
-    """The descriptors of an object's slots, which know their names as they are."""
-    bases = [base for base in cls.__mro__ if "__slots__" in vars(base)]
-    return [item for base in bases for item in vars(base).values() if isinstance(item, MemberDescriptorType)]
 
 
 def _has(value: Any, slot: Any) -> bool:
@@ -485,7 +444,7 @@ def _hold_key(place: dict[str, Any], key: str) -> Restore:
     return restore
 
 
-def _hold_slots(owner: Any, slots: list[Any]) -> Restore:
+def _hold_slots(owner: Any, slots: tuple[Any, ...]) -> Restore:
     then = {slot: slot.__get__(owner) for slot in slots if _has(owner, slot)}
 
     def restore() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recoup.engines.drift import Drift
 from recoup.report.numbers import format_share
 from recoup.report.subject import Subject
 from recoup.sizes import format_bytes
@@ -94,7 +95,11 @@ def summarize(subject: Subject) -> Summary:
         predicted_s=plan.predicted_s,
         measured_s=seen.seconds if seen else None,
         gradients=seen.gradients if seen else "",
-        drifting=seen.drifting if seen else (),
+        drifting=tuple(map(_described, seen.drifting)) if seen else (),
         keeps_everything=plan.keeps_everything,
         notes=tuple(dict.fromkeys([*getattr(plan, "notes", ()), *getattr(seen, "notes", ())])),
     )
+
+
+def _described(drift: Drift) -> str:
+    return f"{drift.name} (relative error {drift.relative_error:.2g}, cosine {drift.cosine:.4f})"

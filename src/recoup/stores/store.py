@@ -12,6 +12,7 @@ NOTE [ Store invariants ]
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -236,6 +237,50 @@ class ActivationStore:
     def budget_bytes(self) -> int | None:
         """The most bytes that may be held, or None."""
         return self._settings.budget_bytes
+
+    @property
+    def max_entries(self) -> int | None:
+        """The most entries that may be held, or None."""
+        return self._settings.max_entries
+
+    @property
+    def evict(self) -> Eviction:
+        """What makes room at a limit."""
+        return self._settings.evict
+
+    @property
+    def precision(self) -> Precision | None:
+        """In what floats are held; None for exactly."""
+        return self._settings.precision
+
+    @property
+    def place(self) -> Place:
+        """Where tensors are held."""
+        return self._settings.place
+
+    @property
+    def num_units(self) -> int | None:
+        """How many units there are, or None for any number."""
+        return self._settings.num_units
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the lock: a copy, also one that is pickled, holds the same entries and shares none."""
+        with self._lock:
+            state = self.__dict__ | {
+                "_entries": {unit: replace(entry) for unit, entry in self._entries.items()}
+            }
+            return {
+                name: value.copy() if isinstance(value, dict) else value
+                for name, value in state.items()
+                if name != "_lock"
+            }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __copy__(self) -> ActivationStore:
+        # Not shallow: what is taken from a store is given away without a copy.
+        return copy.deepcopy(self)
 
     def _admit(self, unit: int, held: Held, cost: float) -> EntryInfo:
         num_bytes = held.num_bytes

@@ -1,0 +1,92 @@
+"""Threads take turns: one checkpointed forward, or one replay that puts state back, at a time.
+
+NOTE [ Threads ]
+
+1. Modules, globals and random generators belong to the process. While a replay shows them as they were, no other thread
+   may run a checkpointed forward, which would read the old state, or lose what it changes. Nor may two forwards draw
+   from one generator in turns, which no replay could repeat.
+2. Autograd runs the backward of an accelerator on threads of its own. A forward that runs a backward inside waits for
+   these: its turn is theirs.
+3. Threads may wait for each other: a forward for what another thread's forward sends it. Who waits for too long says
+   so, and from then on nobody takes turns.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+
+from recoup.errors import RecoupWarning
+
+__all__ = ["begin_turn", "end_turn", "turn"]
+
+_PATIENCE_S = 20.0
+
+# The lock itself costs a tenth of what entering the condition does.
+_lock = threading.Lock()
+_changed = threading.Condition(_lock)
+
+
+class _Turns:
+    thread: int | None = None
+    """Whose turn it is."""
+    depth = 0
+    are_off = False
+    are_waited_for = False
+    """Whether any thread has ever had to wait."""
+
+
+_turns = _Turns()
+
+
+def begin_turn(maker: int | None = None) -> None:
+    """Waits until no other thread has its turn.
+
+    Args:
+        maker: for a replay, the thread on which the forward ran.
+    """
+    me = get_ident()
+    with _lock:
+        if _turns.thread is None:
+            _turns.thread = me
+        elif _turns.thread != me and not _turns.are_off and not _is_inside(maker):
+            _turns.are_waited_for = True
+            if not _changed.wait_for(lambda: _turns.thread is None, _PATIENCE_S):
+                _turns.are_off = True
+                warnings.warn(
+                    f"A checkpointed call waited {_PATIENCE_S:g} s for one on another thread, which may be waiting for"
+                    " it. From here on they run side by side: give each thread modules of its own, and keep random"
+                    " operations out of checkpointed calls.",
+                    RecoupWarning,
+                    stacklevel=3,
+                )
+            _turns.thread = _turns.thread or me
+        _turns.depth += 1
+
+
+def end_turn() -> None:
+    """Ends a turn that `begin_turn` began."""
+    with _lock:
+        _turns.depth -= 1
+        if not _turns.depth:
+            _turns.thread = None
+            if _turns.are_waited_for:
+                _changed.notify_all()
+
+
+@contextmanager
+def turn(maker: int) -> Iterator[None]:
+    """A turn for a replay that puts state back."""
+    begin_turn(maker)
+    try:
+        yield
+    finally:
+        end_turn()
+
+
+def _is_inside(maker: int | None) -> bool:
+    """Whether this is a thread of autograd's that works for the forward whose turn it is."""
+    return maker == _turns.thread and isinstance(threading.current_thread(), threading._DummyThread)

@@ -1,0 +1,158 @@
+"""Comparing the results of two runs: hashes where they agree, and how far they are apart where they do not."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.utils.deterministic
+from torch import Tensor
+
+from recoup.checkpointing.digest import Digest, digest, is_same
+
+__all__ = [
+    "Drift",
+    "Prints",
+    "Results",
+    "deterministically",
+    "differing",
+    "drift_between",
+    "fingerprint",
+    "list_drifts",
+    "on_host",
+    "too_far",
+]
+
+T = TypeVar("T")
+# How far apart two gradients may lie that differ by rounding, in 16 bits and after many layers.
+_TOLERANCE = 0.05
+# Plain steps show their own drift in a few samples only.
+_FACTOR = 10.0
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+Prints = dict[str, Digest]
+"""Hashes of tensors, by their names."""
+Results = dict[str, Tensor]
+"""Tensors in host memory, by their names."""
+
+
+class Drift(NamedTuple):
+    """How far two results of the same name are apart.
+
+    Attributes:
+        name: of a parameter, whose gradients these are.
+        relative_error: the norm of their difference, as a share of the norm of the first.
+        cosine: of the angle between them.
+    """
+
+    name: str
+    relative_error: float
+    cosine: float
+
+
+def fingerprint(tensor: Tensor) -> Digest:
+    """A hash of a tensor, also of a sparse one."""
+    if tensor.layout is torch.strided:
+        return digest(tensor)
+    return digest(on_host(tensor))
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory."""
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    return dense.to("cpu", copy=True)
+
+
+def differing(first: Prints, second: Prints) -> list[str]:
+    """Names under which the two have different contents, or only one has any."""
+    return [
+        name
+        for name in sorted(first.keys() | second.keys())
+        if not (name in first and name in second and is_same(first[name], second[name]))
+    ]
+
+
+def drift_between(first: Results, second: Results) -> list[Drift]:
+    """How far the two are apart, wherever they are not equal to the last bit."""
+    found = []
+    for name in sorted(first.keys() | second.keys()):
+        if name not in first or name not in second or first[name].shape != second[name].shape:
+            found.append(Drift(name, math.inf, 0.0))
+        elif not is_same(digest(first[name]), digest(second[name])):
+            found.append(_drift(name, first[name], second[name]))
+    return found
+
+
+def _drift(name: str, left: Tensor, right: Tensor) -> Drift:
+    left, right = ((torch.view_as_real(t) if t.is_complex() else t).double().flatten() for t in (left, right))
+    missing = left.isnan()
+    if not torch.equal(missing, right.isnan()):
+        return Drift(name, math.inf, 0.0)
+    left, right = left[~missing], right[~missing]
+    size, other = left.norm().item(), right.norm().item()
+    apart = (left - right).norm().item()
+    cosine = torch.dot(left, right).item() / (size * other) if size and other else float(size == other)
+    return Drift(name, apart / size if size else (math.inf if apart else 0.0), cosine)
+
+
+def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
+    """Those that rounding does not explain, nor how far plain runs are apart by their ``own``."""
+    usual: dict[str, float] = {}
+    for drift in own:
+        usual[drift.name] = max(drift.relative_error, usual.get(drift.name, 0.0))
+    return [
+        drift
+        for drift in found
+        # Written so that what is no number is too far.
+        if not drift.relative_error <= max(_TOLERANCE, _FACTOR * usual.get(drift.name, 0.0))
+    ]
+
+
+def list_drifts(found: list[Drift]) -> str:
+    """The first few in words."""
+    few = [
+        f"{drift.name!r} (relative error {drift.relative_error:.2g}, cosine {drift.cosine:.4f})"
+        for drift in found[:5]
+    ]
+    return ", ".join(few) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+
+
+def deterministically(run: Callable[[], T]) -> T:
+    """Runs with operations that give the same bits each time; where torch lacks one, as near to that as it can."""
+    try:
+        with _deterministic(warn_only=False):
+            return run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+    with _deterministic(warn_only=True):
+        return run()
+
+
+@contextmanager
+def _deterministic(*, warn_only: bool) -> Iterator[None]:
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    settings: Any = torch.utils.deterministic
+    fills, workspace = settings.fill_uninitialized_memory, os.environ.get(_CUBLAS)
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        settings.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            settings.fill_uninitialized_memory = fills
+            if workspace is None:
+                del os.environ[_CUBLAS]

@@ -1,0 +1,100 @@
+"""Hashes of contents: whatever differs in a bit or a place differs, on the host and by words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recoup.checkpointing import digest as digests
+from recoup.checkpointing.digest import digest, is_same
+
+WAYS = [digest, digests._of_words]
+both = pytest.mark.parametrize("way", WAYS, ids=["host", "words"])
+
+
+@both
+def test_changes_at_the_corners_of_a_rectangle_do_not_cancel(way: object) -> None:
+    """They did in a sum weighted by rows and columns."""
+    table = torch.arange(4096, dtype=torch.int32).view(4, 1024)
+    other = table.clone()
+    for row, column, change in ((0, 3, 5), (0, 700, -5), (2, 3, -5), (2, 700, 5)):
+        other[row, column] += change
+    assert not is_same(way(table), way(other))
+    assert is_same(way(table), way(table.clone()))
+
+
+@both
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.int64]
+)
+@pytest.mark.parametrize("num_elements", [1, 7, 1025])
+def test_every_bit_and_place_counts(way: object, dtype: torch.dtype, num_elements: int) -> None:
+    tensor = torch.zeros(num_elements, dtype=dtype)
+    seen = [way(tensor)]
+    for place in {0, num_elements // 2, num_elements - 1}:
+        changed = tensor.clone()
+        changed[place] = 1
+        seen.append(way(changed))
+    assert not any(is_same(one, other) for i, one in enumerate(seen) for other in seen[:i])
+
+
+@both
+def test_signs_count_in_both_halves_of_a_word(way: object) -> None:
+    """A flipped sign is the top bit of a word, which a plain product would lose in pairs."""
+    tensor = torch.randn(64)
+    flips = [tensor.clone() for _ in range(3)]
+    flips[0][1] *= -1
+    flips[1][[1, 3]] *= -1
+    flips[2] *= -1
+    seen = [way(t) for t in (tensor, *flips)]
+    assert not any(is_same(one, other) for i, one in enumerate(seen) for other in seen[:i])
+
+
+def test_the_order_is_that_of_the_elements_whatever_the_layout() -> None:
+    tensor = torch.randn(6, 4, 5)
+    for way in WAYS:
+        assert is_same(way(tensor.transpose(0, 2)), way(tensor.transpose(0, 2).contiguous()))
+        assert not is_same(way(tensor.transpose(0, 2)), way(tensor))
+    large = torch.randn(700, 900)
+    assert is_same(digest(large.t()), digest(large.t().contiguous()))
+    assert is_same(digests._of_words(large.view(-1)[1:]), digests._of_words(large.view(-1)[1:].clone()))
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.data())
+def test_random_changes(values: list[int], data: st.DataObject) -> None:
+    other = data.draw(st.permutations(values))
+    left, right = (torch.tensor(v, dtype=torch.float32) for v in (values, other))
+    for way in WAYS:
+        assert is_same(way(left), way(right)) == (values == other)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor(1.5),
+        lambda: torch.empty(0),
+        lambda: torch.ones(3, 0),
+        lambda: torch.ones(3, dtype=torch.complex64).conj(),
+        lambda: torch.ones(1, 5).expand(1_000_000, 5),
+        lambda: torch.ones(3, dtype=torch.float8_e4m3fn),
+        lambda: torch.ones(4, dtype=torch.complex64).imag,
+        lambda: torch._neg_view(torch.ones(4)),
+    ],
+)
+def test_tensors_of_every_kind_have_one(make: object) -> None:
+    assert is_same(digest(make()), digest(make()))
+    assert digest(make()) is not None
+
+
+class Tagged(Tensor):
+    pass
+
+
+def test_subclasses_are_hashed_and_sparse_ones_are_not() -> None:
+    plain = torch.randn(3)
+    assert is_same(digest(plain.as_subclass(Tagged)), digest(plain))
+    assert digest(torch.eye(3).to_sparse()) is None
+    assert is_same(None, digest(plain))
