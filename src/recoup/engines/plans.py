@@ -320,12 +320,12 @@ def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> 
     profile = least.profile
     smallest = smallest_budget(least, measured_bytes)
     known = "verified on a real step" if measured_bytes else "predicted"
-    named = f"the smallest feasible budget is {format_bytes(smallest)} ({smallest} bytes, {known})"
+    named = f"smallest feasible budget is {format_bytes(smallest)} ({smallest} bytes, {known})"
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
         return BudgetError(
             f"The optimizer's own step needs {format_bytes(floor)} ({floor} bytes: {_residents(profile)}), and the"
-            f" budget is {format_bytes(budget_bytes)}. No plan for activations changes that; {named}. Use a lighter"
+            f" budget is {format_bytes(budget_bytes)}. No plan for activations changes that; the {named}. Use a lighter"
             " optimizer, fewer bits for parameters, or shard them; or a smaller batch, where the sample is what takes"
             " the room.",
             budget_bytes=budget_bytes,
@@ -336,7 +336,7 @@ def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> 
     parts = _floor(least, measured_bytes)
     given = "" if profile.holds_output else " with the model's output let go before the backward"
     return BudgetError(
-        f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). T{named[1:]}{given}, set by"
+        f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The {named}{given}, set by"
         f" the {peak.phase} of {unit.name!r}:"
         f" {', '.join(f'{format_bytes(size)} {name}' for name, size in parts.items() if size)}."
         f" {' '.join(_advice(profile, unit, parts))}",
