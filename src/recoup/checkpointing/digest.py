@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Digest", "digest", "digest_of_saved", "is_same"]
+__all__ = ["Digest", "digest", "digest_of_saved", "is_same", "packed"]
 
 Digest: TypeAlias = "bytes | Tensor | tuple[Digest, ...] | None"
 """Of host memory bytes, of a device's memory a tensor there, of a wrapper those of what it wraps; None without plain
@@ -69,6 +69,19 @@ def is_same(left: Digest, right: Digest) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right.to(left.device))
     return left == right
+
+
+def packed(digests: list[Digest]) -> list[Digest]:
+    """The same in one piece of memory for each device, whose allocator rounds every piece up."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, found in enumerate(digests):
+        if isinstance(found, Tensor):
+            by_device.setdefault(found.device, []).append(index)
+    for indices in by_device.values():
+        together = torch.stack([digests[index] for index in indices])  # type: ignore[misc]
+        for index, found in zip(indices, together.unbind(), strict=True):
+            digests[index] = found
+    return digests
 
 
 def digest_of_saved(tensor: Tensor) -> Digest:

@@ -35,7 +35,7 @@ from torch import Tensor
 from recoup.checkpointing import mismatch
 from recoup.checkpointing.arguments import Arguments, contents
 from recoup.checkpointing.comparison import Compare, Comparison, compare_exactly
-from recoup.checkpointing.digest import Digest, digest_of_saved
+from recoup.checkpointing.digest import Digest, digest_of_saved, packed
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Kind, Record, kind_of
@@ -122,6 +122,8 @@ class Frame(Replayable):
         self._environment.settle()
         if self._state is not None:
             self._state.settle()
+        if self._digests:
+            self._digests = packed(self._digests)
         self._settled = True
 
     def pack_hook(self) -> Callable[[Tensor], Record | Leaf]:

@@ -28,8 +28,6 @@ from torch.nn import Module
 
 __all__ = ["is_close", "is_due", "never_again", "sampling"]
 
-_NEVER = -1
-
 
 class _Mode:
     # Of the process: replays on an accelerator run on threads of autograd's own.
@@ -37,8 +35,24 @@ class _Mode:
 
 
 _mode = _Mode()
-# By identity, since modules may be compared by their contents; with the site itself, known weakly.
-_sites: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+class _Site:
+    """Where calls come from: how many there were, and which is the next to be compared."""
+
+    __slots__ = ("count", "next", "reference")
+
+    def __init__(self, site: Any) -> None:
+        self.count, self.next = 0, 1
+        self.reference = weakref.ref(site, functools.partial(_forget, id(site)))
+
+
+# By identity, since modules may be compared by their contents.
+_sites: dict[int, _Site] = {}
+
+
+def _forget(key: int, reference: Any) -> None:
+    _sites.pop(key, None)
 
 
 @contextmanager
@@ -55,27 +69,22 @@ def is_due(fn: Any) -> bool:
     """Counts a call, and says whether it is to be compared."""
     if _mode.samples != "usual":
         return _mode.samples == "always"
-    site = _site_of(fn)
-    key = id(site)
-    known = _sites.get(key)
-    if known is None or known[0]() is not site:
-        known = weakref.ref(site, functools.partial(_forget, key)), 0
-    reference, count = known
-    if count == _NEVER:
+    site = fn.__code__ if type(fn) is FunctionType else _site_of(fn)
+    known = _sites.get(id(site))
+    if known is None:
+        known = _sites[id(site)] = _Site(site)
+    known.count += 1
+    if known.count != known.next:
         return False
-    _sites[key] = reference, count + 1
-    return count & (count + 1) == 0
+    known.next *= 2
+    return True
 
 
 def never_again(fn: Any) -> None:
     """The function's results are not the same bits each time: its site is not compared any more."""
     site = _site_of(fn)
-    _sites[id(site)] = weakref.ref(site, functools.partial(_forget, id(site))), _NEVER
-
-
-def _forget(key: int, reference: weakref.ref[Any]) -> None:
-    if key in _sites and _sites[key][0] is reference:
-        del _sites[key]
+    known = _sites.setdefault(id(site), _Site(site))
+    known.next = 0
 
 
 def _site_of(fn: Any) -> Any:
