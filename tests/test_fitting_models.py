@@ -39,14 +39,17 @@ class Case:
         return int(self.smallest_bytes + share * (self.profile.plain_bytes - self.smallest_bytes))
 
     def fit(self, budget: int) -> Fitted:
-        """At the very edge a real step may pass the prediction by a hair: then at what the error names."""
-        for _ in range(2):
-            try:
-                return recoup.fit(self.model, self.sample, budget=budget, loss=self.loss)
-            except BudgetError as error:
-                budget, before = error.smallest_bytes, budget
-            assert before < budget <= 1.02 * before
         return recoup.fit(self.model, self.sample, budget=budget, loss=self.loss)
+
+    def fit_smallest(self) -> Fitted:
+        """At the predicted minimum or, where a real step passes it, at the verified one, which is hardly larger."""
+        try:
+            return self.fit(self.smallest_bytes)
+        except BudgetError as error:
+            named, message = error.smallest_bytes, str(error)
+        assert "verified on a real step" in message
+        assert self.smallest_bytes < named <= 1.02 * self.smallest_bytes
+        return self.fit(named)
 
     def peak_bytes(self) -> int:
         """Of one step as the model stands, residents included."""
@@ -109,7 +112,8 @@ def fitted_at(name: str, share: float) -> Fitted:
     budget = case.budget_at(share)
     if name.startswith("LSTM") and share == 0:
         budget += 200_000  # its replays are nested as deep as it has steps at the very edge: that takes long
-    fitted = case.fit(budget)
+        share = 0.1
+    fitted = case.fit(budget) if share else case.fit_smallest()
     recoup.remove(case.model)
     return fitted
 
@@ -245,18 +249,33 @@ def test_transformers(name: str, share: float | None) -> None:
     case = transformers_case(name)
     profile = case.profile
     fixed = profile.residents.total_bytes + profile.residents.gradient_bytes
-    budget = case.smallest_bytes if share is None else int(fixed + share * profile.activation_bytes)
     state = set(case.model.state_dict())
-    fitted = case.fit(budget)
+    fitted = case.fit_smallest() if share is None else case.fit(int(fixed + share * profile.activation_bytes))
     seen = fitted.verification
     assert seen.peak_bytes <= fitted.plan.budget_bytes
-    assert seen.gradients == "bit-equal"
+    has_cache = bool(cached_models(recoup.remove(copy.deepcopy(case.model))))
+    assert seen.gradients == f"bit-equal{' to a step with use_cache off' if has_cache else ''}"
     assert seen.drifting == ()
     error = 100 * (fitted.plan.predicted_bytes / seen.peak_bytes - 1)
     assert -1.0 <= error <= OUTSIDE_TOLERANCE.get(name, 1.0)
     assert set(case.model.state_dict()) == state
     case.assert_trains_the_same()
     recoup.remove(case.model)
+
+
+@pytest.mark.parametrize("layer_type", ["basic", "bottleneck"])
+def test_a_resnet_of_transformers_at_its_smallest_budget(layer_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type=layer_type, num_labels=3
+    )
+    model = transformers.ResNetForImageClassification(config).train()
+    case = Case(model, {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(3, (4,))})
+    seen = case.fit_smallest()
+    assert seen.verification.peak_bytes <= seen.plan.budget_bytes
+    assert seen.verification.gradients == "bit-equal"
+    case.assert_trains_the_same()
 
 
 # Against torch's checkpoint on every block
@@ -293,7 +312,7 @@ def test_the_smallest_budget_is_below_a_checkpoint_on_every_block(name: str) -> 
         blocks = list(case.model.blocks)
     else:
         blocks = [module for module in case.model.modules() if isinstance(module, zoo.DoubleConv)]
-    fitted = case.fit(case.smallest_bytes) if name == "chain" else fitted_at(name, 0.0)
+    fitted = case.fit_smallest() if name == "chain" else fitted_at(name, 0.0)
     recoup.remove(case.model)
     peak_bytes = torch_peak(case, blocks)
     assert fitted.verification.peak_bytes < peak_bytes

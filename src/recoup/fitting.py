@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from warnings import warn
 
+import torch
 from torch import Tensor, nn
 
 from recoup.auditing import Audit, audit_step
 from recoup.engines import ModelPlan, apply, plan, remove
+from recoup.engines.plans import refusal, smallest_budget, tightest
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError, UnitError
 from recoup.measuring.budgets import read_budget
@@ -19,6 +21,7 @@ from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import watch_calls
 from recoup.measuring.intercept import install, installed, suspended
 from recoup.measuring.measure import Measured, measure_step
+from recoup.measuring.meter import device_of, make_meter
 from recoup.measuring.optimizers import Optimizers
 from recoup.measuring.profile import Profile
 from recoup.measuring.slices import find_module
@@ -27,12 +30,13 @@ from recoup.measuring.units import Units, parts_of, split_units
 from recoup.planning import Problem
 from recoup.progress import note
 from recoup.report.table import to_text
-from recoup.sizes import format_bytes
 
 __all__ = ["Fitted", "fit", "plan_to_fit", "verify"]
 
 _MOST_ROUNDS = 3
 _MOST_SPLITS = 4
+_MOST_TRIAL_S = 30.0
+"""A refusal is not verified on a step that takes longer than this: replays of deep models nest at the very edge."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def fit(
         insist: let units be replayed that the audit finds unsafe.
 
     Raises:
-        BudgetError: nothing fits; it names the smallest feasible budget.
+        BudgetError: nothing fits; it names the smallest feasible budget, which a real step showed to hold where one
+            can be run, and says so.
         SampleError: the model does not take the sample, or has nothing to train.
         LossError: the loss is no scalar.
         UnitError: there are no such units.
@@ -127,19 +132,17 @@ def fit(
     if not model.training:
         warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
     fitting = _Fitting(training, accumulates=accumulates, holds_output=holds_output, insist=insist)
-    chosen = fitting.plan(units, budget_bytes)
     earlier = installed(model)
     try:
-        apply(model, chosen)
-        verification = None
-        if verify:
-            chosen, verification = fitting.verify(chosen)
+        chosen, audit, verification = fitting.run(units, budget_bytes, verifies=verify)
+        if not verify:
+            apply(model, chosen)
     except BaseException:
         remove(model)
         for stand_in in reversed(earlier):
             install(stand_in.module, stand_in)
         raise
-    return Fitted(model, chosen, fitting.audit, verification)
+    return Fitted(model, chosen, audit, verification)
 
 
 def verify(
@@ -169,7 +172,7 @@ def plan_to_fit(
         BudgetError: nothing fits.
     """
     fitting = _Fitting(step, accumulates=accumulates, holds_output=None, insist=False)
-    return fitting.plan(units, budget_bytes)
+    return fitting.run(units, budget_bytes, verifies=False)[0]
 
 
 _EVAL_MODE = (
@@ -192,42 +195,69 @@ class _Fitting:
         self.accumulates, self.holds_output, self.insist = accumulates, holds_output, insist
         self.audit = Audit(())
 
-    def plan(self, units: Units | Iterable[Units] | None, budget_bytes: int) -> ModelPlan:
-        """Measures and plans; units that stand in the way of the budget are split into what they call.
+    def run(
+        self, units: Units | Iterable[Units] | None, budget_bytes: int, *, verifies: bool
+    ) -> tuple[ModelPlan, Audit, Verification | None]:
+        """Measures, plans and verifies, in every way of measuring the step until one fits.
 
-        Where that does not help, and nothing was said of the model's output, it is taken to be let go of.
+        Where none does, the plans that need the least memory are tried, whatever they are predicted to need.
+
+        Raises:
+            BudgetError: nothing fits; the budget that it names was verified where a step could be run.
         """
-        wanted = units
-        measured: list[Measured] = []
-        smallest: BudgetError | None = None
+        tried: list[tuple[Profile, Audit]] = []
+        for profile, audit in self._profiles(units, budget_bytes):
+            tried.append((profile, audit))
+            note("planning", 0, 1)
+            try:
+                chosen = plan(profile, budget_bytes)
+            except BudgetError:
+                continue
+            if not verifies:
+                return chosen, audit, None
+            if (verified := self._verify(chosen)) is not None:
+                return verified[0], audit, verified[1]
+        least = sorted(
+            ((tightest(profile), audit) for profile, audit in tried), key=lambda one: smallest_budget(one[0])
+        )
+        refused: list[tuple[ModelPlan, int]] = []
+        for chosen, audit in least:
+            if refused and smallest_budget(chosen) >= min(smallest_budget(*one) for one in refused):
+                break
+            chosen = replace(chosen, budget_bytes=budget_bytes)
+            seen = self._try_anyway(chosen) if verifies else 0
+            if isinstance(seen, Verification):
+                return chosen, audit, seen
+            refused.append((chosen, seen))
+        chosen, peak_bytes = min(refused, key=lambda one: smallest_budget(*one))
+        raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
+
+    def _profiles(
+        self, units: Units | Iterable[Units] | None, budget_bytes: int
+    ) -> Iterator[tuple[Profile, Audit]]:
+        """The step measured in one way after the other, each finer than the one before.
+
+        Units that stand in the way of a budget are split into what they call. Where that does not help, and nothing was
+        said of the model's output, it is taken to be let go of.
+        """
+        wanted, found = units, []
         for _ in range(_MOST_SPLITS):
             try:
-                measured.append(self._measure(wanted))
+                found.append((self._measure(wanted), self.audit))
             except UnitError:
-                if smallest is None:
+                if not found:
                     raise
                 break  # what the unit calls cannot be units
-            note("planning", 0, 1)
-            profile = measured[-1].profile(self.holds_output is not False)
-            try:
-                return plan(profile, budget_bytes)
-            except BudgetError as error:
-                smallest = _smaller(smallest, error)
-                wanted = self._split(profile, error.unit)
-                if wanted is None or units is not None:
-                    break
+            profile = found[-1][0].profile(self.holds_output is not False)
+            yield profile, self.audit
+            # No unit stands in the way of a budget below what the optimizer's own step needs.
+            is_hopeless = profile.residents.optimizer_peak_bytes > budget_bytes
+            wanted = None if is_hopeless or units is not None else self._split(profile)
+            if wanted is None:
+                break
         if self.holds_output is None and self.step.step is None:
-            for found in measured:
-                try:
-                    return plan(found.profile(False), budget_bytes)
-                except BudgetError as error:
-                    smallest = _smaller(smallest, error)
-        assert smallest is not None
-        try:
-            raise smallest
-        finally:
-            # Its traceback leads to this frame, and from here to the model.
-            smallest = None
+            for measured, audit in found:
+                yield measured.profile(False), audit
 
     def _measure(self, units: Units | Iterable[Units] | None) -> Measured:
         return measure_step(self.step, units=units, accumulates=self.accumulates, examine=self._examine)
@@ -238,47 +268,51 @@ class _Fitting:
         self.audit = audit_step(step, units, only=indices)
         return {} if self.insist else self.audit.unsafe
 
-    def _split(self, profile: Profile, name: str) -> list[nn.Module] | None:
+    def _split(self, profile: Profile) -> list[nn.Module] | None:
         """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""
-        found = [unit for unit in profile.units if unit.name == name]
-        if not found or found[0].module is None:
+        found = profile.units[tightest(profile).schedule.predicted.peak.unit]
+        if found.module is None:
             return None
         with suspended(self.step.model), without_caches(self.step.model), self.step.preserved():
             root = watch_calls(self.step)
         names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
-        alike = {unit.module for unit in profile.units if unit.kind == found[0].kind}
+        alike = {unit.module for unit in profile.units if unit.kind == found.kind}
         units = {module: find_module(self.step.model, module) for module in names}
         # One that calls nothing stays as it is.
         some = [unit for module, unit in units.items() if module in alike and parts_of(root, unit)]
         split = split_units(root, list(units.values()), some)
         return split if len(split) > len(names) else None
 
-    def verify(self, chosen: ModelPlan) -> tuple[ModelPlan, Verification]:
+    def _verify(self, chosen: ModelPlan) -> tuple[ModelPlan, Verification] | None:
         """Verifies; where a real step passes the budget, plans again with what that showed."""
-        peaks = []
         for _ in range(_MOST_ROUNDS):
+            seen = self._try(chosen)
+            if isinstance(seen, Verification):
+                return chosen, seen
             try:
-                return chosen, verify_step(self.step, chosen)
-            except OverBudgetError as error:
-                peaks.append(error.peak_bytes)
-            chosen = plan(_with_surprise(chosen, peaks[-1]), chosen.budget_bytes)
-            apply(self.step.model, chosen)
-        raise _missed(chosen, peaks)
+                chosen = plan(_with_surprise(chosen, seen), chosen.budget_bytes)
+            except BudgetError:
+                break
+        return None
 
+    def _try(self, chosen: ModelPlan) -> Verification | int:
+        """Verifies a plan; where a real step passes the budget, its peak."""
+        apply(self.step.model, chosen)
+        try:
+            return verify_step(self.step, chosen)
+        except OverBudgetError as error:
+            return error.peak_bytes
 
-def _smaller(one: BudgetError | None, other: BudgetError) -> BudgetError:
-    return other if one is None or other.smallest_bytes < one.smallest_bytes else one
-
-
-def _missed(chosen: ModelPlan, peaks: Sequence[int]) -> BudgetError:
-    smallest = min(peaks)
-    return BudgetError(
-        f"After {len(peaks)} plans a real step of {chosen.profile.model} still peaks at {format_bytes(smallest)}"
-        f" ({smallest} bytes), above the budget of {format_bytes(chosen.budget_bytes)} ({chosen.budget_bytes} bytes)."
-        " Take that as the smallest budget; if the step's memory varies with the data, leave a margin above it.",
-        budget_bytes=chosen.budget_bytes,
-        smallest_bytes=smallest,
-    )
+    def _try_anyway(self, chosen: ModelPlan) -> Verification | int:
+        """The same for a plan that is predicted to pass the budget; 0 if no such step can be run."""
+        meter = make_meter(device_of(self.step.model, self.step.given))
+        needed_bytes = chosen.predicted_bytes - chosen.profile.residents.total_bytes
+        if needed_bytes > meter.free_bytes() or chosen.predicted_s > _MOST_TRIAL_S:
+            return 0
+        try:
+            return self._try(chosen)
+        except torch.OutOfMemoryError:
+            return 0
 
 
 def _with_surprise(chosen: ModelPlan, peak_bytes: int) -> Profile:

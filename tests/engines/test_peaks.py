@@ -150,6 +150,52 @@ class TestSkips:
         assert max(missed) == 0, missed
 
 
+class Switched(nn.Module):
+    """What it saves, and what it makes, depends on a setting that is no module and is not printed."""
+
+    def __init__(self, saves: bool, makes: bool) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(16, 16), (saves, makes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        saves, makes = self.how
+        y = self.layer(x).tanh()
+        if makes:
+            y = y + 1
+        return y.exp() * y.sin() if saves else y.exp()
+
+
+class TestUnitsOfOneClassThatDiffer:
+    def make(self) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        ways = [(False, False), (True, False), (False, True), (True, True), (False, False)]
+        return nn.Sequential(*(Switched(*way) for way in ways)), torch.randn(64, 16)
+
+    def test_each_way_is_a_kind(self) -> None:
+        profile = measure(*self.make(), loss=mean_square)
+        assert [unit.kind for unit in profile.units] == [0, 1, 2, 3, 4, -1]
+        assert profile.units[0].recipes == profile.units[4].recipes
+
+    @pytest.mark.parametrize("kind", [options_each, segments])
+    def test_no_plan_needs_more_than_predicted(self, kind: Any) -> None:
+        missed = missed_by_plans(*self.make(), kind)
+        assert max(missed) == 0, missed
+
+
+def test_a_unit_that_is_replayed_again_in_a_segment_copies_its_buffers_twice() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4)]
+    model, sample = nn.Sequential(*layers), torch.randn(64, 8)
+    profile = measure(model, sample, loss=mean_square)
+    option = [recipe.name for recipe in profile.units[0].recipes].index("recompute")
+    forwards = [Forward(unit, keep=Keep.INPUT) for unit in range(4)]
+    actions: list[Action] = [*forwards, Forward(4, keep=Keep.OPTION, option=0), Backward(4, option=0)]
+    for unit in reversed(range(4)):
+        actions += [Forward(unit, keep=Keep.OPTION, option=option), Backward(unit, option=option)]
+    # Mean, variance and number of batches. While a unit is replayed, a third copy of its own lives.
+    assert missed_bytes(model, sample, profile, Schedule(actions)) <= 2 * 8 * 4 + 8
+
+
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

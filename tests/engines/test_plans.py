@@ -47,7 +47,9 @@ def test_the_smallest_budget_is_feasible_and_the_one_below_is_not(profile: objec
     smallest = minimum_budget(measured)
     found = plan(measured, smallest)
     assert found.predicted_bytes == found.budget_bytes == smallest
-    with pytest.raises(BudgetError, match=f"smallest feasible budget is .* \\({smallest} bytes\\)") as caught:
+    with pytest.raises(
+        BudgetError, match=rf"smallest feasible budget is .* \({smallest} bytes, predicted\)"
+    ) as caught:
         plan(measured, smallest - 1)
     assert caught.value.smallest_bytes == smallest
     assert caught.value.budget_bytes == smallest - 1

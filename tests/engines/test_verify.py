@@ -394,35 +394,60 @@ def test_a_peak_above_the_budget_is_planned_again(monkeypatch: pytest.MonkeyPatc
     assert abs(fitted.plan.predicted_bytes - fitted.verification.peak_bytes) < 100
 
 
-def test_after_three_plans_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+FIXED: dict[str, Any] = {"loss": torch.sum, "units": "*", "holds_output": True}
+"""One way to measure only: neither finer units, nor an output that is let go of."""
+
+
+def test_where_plans_miss_the_budget_the_one_with_the_least_memory_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, x = chain()
-    budget = middle(model, x, 0.7, loss=torch.sum)
-    rounds = []
-
-    def verify_step(*args: Any) -> Verification:
-        rounds.append(budget + 100 - len(rounds))
-        raise OverBudgetError("above", peak_bytes=rounds[-1])
-
-    monkeypatch.setattr(fitting, "verify_step", verify_step)
+    smallest = recoup.minimum_budget(recoup.measure(model, x, **FIXED))
+    rounds = count_rounds(monkeypatch)
+    monkeypatch.setattr(fitting, "measure_step", surprised(2000))
+    # Nothing is learned from a round: each plans the same again.
     monkeypatch.setattr(fitting, "_with_surprise", lambda chosen, peak_bytes: chosen.profile)
-    with pytest.raises(
-        BudgetError, match=rf"After 3 plans .*still peaks at .*\({budget + 98} bytes\)"
-    ) as caught:
-        recoup.fit(model, x, budget=budget, loss=torch.sum)
-    assert len(rounds) == 3
-    assert caught.value.smallest_bytes == budget + 98
-    assert not is_applied(model)
+    fitted = recoup.fit(model, x, budget=smallest, **FIXED)
+    assert len(rounds) == 4
+    assert fitted.verification.peak_bytes == fitted.plan.budget_bytes == smallest
+    assert fitted.plan.predicted_bytes == smallest - 2000
 
 
 def test_a_peak_above_the_budget_that_no_plan_can_avoid(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = chain()
-    profile = recoup.measure(model, x, loss=torch.sum)
-    smallest = recoup.minimum_budget(profile)
+    smallest = recoup.minimum_budget(recoup.measure(model, x, **FIXED))
     monkeypatch.setattr(fitting, "measure_step", surprised(2000))
-    with pytest.raises(BudgetError, match="does not fit") as caught:
-        recoup.fit(model, x, budget=smallest - 1000, loss=torch.sum)
-    assert caught.value.smallest_bytes >= smallest
+    named = rf"does not fit .*smallest feasible budget is .* \({smallest} bytes, verified on a real step\)"
+    with pytest.raises(BudgetError, match=named) as caught:
+        recoup.fit(model, x, budget=smallest - 1000, **FIXED)
+    assert caught.value.smallest_bytes == smallest
     assert not is_applied(model)
+
+
+def test_a_refusal_without_a_real_step_is_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is not asked for, would not fit, runs out of memory, or takes too long."""
+    model, x = chain()
+    smallest = recoup.minimum_budget(recoup.measure(model, x, **FIXED))
+    named = rf"smallest feasible budget is .* \({smallest} bytes, predicted\)"
+
+    def refused(**options: Any) -> None:
+        with pytest.raises(BudgetError, match=named):
+            recoup.fit(model, x, budget=smallest - 1, **FIXED, **options)
+        assert not is_applied(model)
+
+    refused(verify=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(CpuMeter, "free_bytes", lambda self: 1000)
+        refused()
+    with monkeypatch.context() as patched:
+        patched.setattr(fitting, "_MOST_TRIAL_S", 0.0)
+        refused()
+
+    def run_out(*args: Any) -> Verification:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(fitting, "verify_step", run_out)
+    refused()
 
 
 def test_verify_alone_refuses_a_peak_above_the_budget() -> None:

@@ -246,7 +246,7 @@ def test_fitted_in_eval_mode_training_mode_afterwards_keeps_its_numbers(saved: P
     ("make", "options"), [(gpt2, {"do_sample": True, "top_k": 5}), (llama, {"num_beams": 2})]
 )
 def test_generate_after_fit(make: Any, options: dict[str, Any]) -> None:
-    model = make().eval()
+    model = make(use_cache=True).eval()
     prompt = BatchEncoding(
         {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3).long()}
     )
@@ -305,9 +305,26 @@ def test_an_encoder_and_decoder() -> None:
     model = T5ForConditionalGeneration(config).train()
     batch = tokens()
     fitted = recoup.fit(model, batch, budget=budget_for(model, batch, share=0.85))
-    assert fitted.verification.gradients == "bit-equal"
+    assert fitted.verification.gradients == "bit-equal to a step with use_cache off"
     out = model.eval().generate(batch["input_ids"], max_new_tokens=4)
     assert out.shape[0] == 8
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_cache_that_the_plan_switches_off_is_named(make: Any) -> None:
+    """And one that it does not switch off is not: where the caller says so, or nothing is planned."""
+    model, batch = make(use_cache=True), tokens()
+    fitted = recoup.fit(model, batch, budget=budget_for(model, batch))
+    assert fitted.verification.gradients == "bit-equal to a step with use_cache off"
+    assert any("key-value cache (use_cache) off" in note for note in fitted.verification.notes)
+    assert "bit-equal to a step with use_cache off" in str(fitted)
+    given = {**batch, "use_cache": False}
+    fitted = recoup.fit(model, given, budget=budget_for(model, given))
+    assert (fitted.verification.gradients, fitted.verification.notes) == ("bit-equal", ())
+    # The step that the user would run, cache and all.
+    fitted = recoup.fit(model, batch, budget="1GiB")
+    assert (fitted.verification.gradients, fitted.verification.notes) == ("bit-equal", ())
+    assert fitted.verification.peak_bytes == fitted.verification.plain_peak_bytes
 
 
 # Gradient checkpointing of the model's own

@@ -7,7 +7,7 @@ from tally import Tally
 from torch import Tensor, nn
 
 from recoup.measuring import measure
-from recoup.measuring.caches import cached_models, without_caches
+from recoup.measuring.caches import CachelessForward, cached_models, without_caches
 
 
 class Decoder(nn.Module):
@@ -36,6 +36,17 @@ def test_off_while_training_unless_the_caller_says_otherwise() -> None:
             assert model(X)[1] is True
     assert model(X)[1] is True
     assert "forward" not in vars(model[0])
+
+
+def test_it_knows_whether_it_has_switched_anything_off() -> None:
+    model = Decoder()
+    switch = CachelessForward(model)
+    with torch.no_grad():
+        switch(X)
+    switch(X, use_cache=True)
+    assert not switch.has_switched
+    assert switch(X)[1] is False
+    assert switch.has_switched
 
 
 def test_a_positional_argument_is_the_callers_word() -> None:

@@ -185,6 +185,16 @@ def large_between(self: Any, x: Tensor) -> Tensor:
     return self.c(b * scale)
 
 
+def collecting(self: Any, x: Tensor) -> Tensor:
+    """Nobody but this variable holds what dropout is given; after the last unit comes the largest forward."""
+    outputs = [self.a(x)]
+    for dropout in (self.b, self.c):
+        outputs.append(dropout(outputs[-1]))
+    with torch.no_grad():
+        scale = outputs[-1].repeat(1, 100).mean()
+    return outputs[-1] * scale
+
+
 def with_a_leaf(self: Any, x: Tensor) -> Tensor:
     noise = torch.rand(ROWS, 40, requires_grad=True)
     return self.b((self.a(x) * noise).tanh())
@@ -224,6 +234,9 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     ),
     "code with the largest forward, after a unit that does not": lambda: Body(
         large_between, a=nn.Linear(24, 40), b=nn.Dropout(0.5), c=nn.Linear(40, 6)
+    ),
+    "the model's last code, beside outputs that only its variables hold": lambda: Body(
+        collecting, a=nn.Linear(24, 40), b=nn.Dropout(0.5), c=nn.Dropout(0.2)
     ),
     "one leaf": lambda: nn.Linear(24, 5),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.engines.by_policy import arrange
 from recoup.engines.plans import ModelPlan
 from recoup.engines.running import Nesting, PlannedCall, Run
@@ -69,9 +70,11 @@ class _Root(_Planned):
         if engine.depth == 0:
             engine.watch.before(self.module, self.original, args, kwargs)
         engine.depth += 1
+        begin_turn()  # units that are kept draw from the same generators
         try:
             output = self.original(*args, **kwargs)
         finally:
+            end_turn()
             engine.depth -= 1
             engine.reset()
         if engine.depth == 0:

@@ -11,16 +11,27 @@ from recoup import planning
 from recoup.engines.tree import Item, Leaf, Segment, leaves_of, tree_of
 from recoup.errors import BudgetError
 from recoup.measuring.budgets import read_share
-from recoup.measuring.options import KEEP, Recipe
+from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
 from recoup.measuring.profile import Profile, ProfiledUnit
+from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
 from recoup.sizes import format_bytes
 
-__all__ = ["ModelPlan", "frontier", "minimum_budget", "plan", "span_name"]
+__all__ = [
+    "ModelPlan",
+    "frontier",
+    "minimum_budget",
+    "plan",
+    "refusal",
+    "smallest_budget",
+    "span_name",
+    "tightest",
+]
 
 # What an eager model can run: options per unit, and (nested) segments. No moves to other stores.
 _SOLVERS = (ChainSolver(), SelectSolver())
+_MOST_TIGHTER = 4
 _NOTED_SHARE = 0.01
 """An output that takes less of the peak than this is not worth a sentence."""
 
@@ -161,26 +172,16 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
         budget: bytes for the whole step, such as ``"8GiB"``, or ``"80%"`` of the device's memory.
 
     Raises:
-        BudgetError: nothing fits; it names the smallest feasible budget and the unit that sets it.
+        BudgetError: nothing fits; it names the smallest budget, as predicted, and the unit that sets it.
     """
     budget_bytes = read_share(budget, profile.device_bytes)
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
-        smallest = minimum_budget(profile)
-        raise BudgetError(
-            f"The optimizer's own step needs {format_bytes(floor)} ({floor} bytes: {_residents(profile)}), and the"
-            f" budget is {format_bytes(budget_bytes)}. No plan for activations changes that; the smallest feasible"
-            f" budget is {format_bytes(smallest)} ({smallest} bytes). Use a lighter optimizer, fewer bits for"
-            " parameters, or shard them; or a smaller batch, where the sample is what takes the room.",
-            budget_bytes=budget_bytes,
-            smallest_bytes=smallest,
-        )
+        raise refusal(tightest(profile), budget_bytes)
     roomy_bytes = max(floor, _without_room(budget_bytes, profile))
-    chosen = _plan_below(profile, roomy_bytes)
-    if chosen is None:
-        chosen = _tightest(profile)
-        if chosen.predicted_bytes > roomy_bytes:
-            raise _too_small(chosen, budget_bytes)
+    chosen = _plan_below(profile, roomy_bytes) or tightest(profile)
+    if chosen.predicted_bytes > roomy_bytes:
+        raise refusal(chosen, budget_bytes)
     return replace(chosen, budget_bytes=budget_bytes)
 
 
@@ -231,20 +232,24 @@ def _swept_bytes_by_unit(plan: ModelPlan) -> dict[int, int]:
 def _swept_bytes(plan: ModelPlan, leaf: Leaf) -> int:
     """What one unit holds when it is replayed as a whole: copies of buffers, arguments from outside its segment.
 
-    Modules inside it that are replayed again hold copies too. Where that was not measured, as much as with any of them.
+    Modules inside it that are replayed again hold copies too, as does the whole unit where it is replayed again. Where
+    that was not measured, as much as with any of them.
     """
     unit, recipe = plan.profile.units[leaf.unit], plan.recipe(leaf)
     options = zip(unit.recipes, plan.profile.problem.units[leaf.unit].options, strict=True)
     held = {found: option.held_bytes for found, option in options if found.whole}
     whole = replace(recipe, whole=True)
     if whole in held:
-        return held[whole]
+        return held[whole] + (held.get(RECOMPUTE, held[whole]) if recipe.whole else 0)
     return max(held.values(), default=0) if recipe.inner else min(held.values(), default=0)
 
 
 def minimum_budget(profile: Profile) -> int:
-    """The smallest budget in bytes for which `plan` finds a plan."""
-    return _smallest_budget(_tightest(profile))
+    """The smallest budget in bytes for which `plan` finds a plan.
+
+    It is a prediction: a real step may take a little more or less. A refusal by `fit` names a budget that it verified.
+    """
+    return smallest_budget(tightest(profile))
 
 
 def _without_room(budget_bytes: int, profile: Profile) -> int:
@@ -255,30 +260,84 @@ def _without_room(budget_bytes: int, profile: Profile) -> int:
     return budget_bytes - (budget_bytes // 1000 if profile.device.startswith("cuda") else 0)
 
 
-def _smallest_budget(plan: ModelPlan) -> int:
-    """The smallest budget that leaves room above a plan's peak. The optimizer's own step needs none."""
-    budget_bytes = peak_bytes = _peak_bytes(plan)
+def smallest_budget(plan: ModelPlan, measured_bytes: int = 0) -> int:
+    """The smallest budget that leaves room above a plan's peak, predicted and measured.
+
+    The optimizer's own step needs none.
+    """
+    floor = plan.profile.residents.optimizer_peak_bytes
+    budget_bytes = peak_bytes = max(_peak_bytes(plan), measured_bytes if measured_bytes > floor else 0)
     while (missing_bytes := peak_bytes - _without_room(budget_bytes, plan.profile)) > 0:
         budget_bytes += missing_bytes
-    return max(budget_bytes, plan.profile.residents.optimizer_peak_bytes)
+    return max(budget_bytes, floor)
 
 
-def _tightest(profile: Profile) -> ModelPlan:
-    """The plan at the planner's smallest budget. It may need less than that, where the planner works in groups."""
-    smallest = planning.minimum_budget(profile.problem, solvers=_SOLVERS)
-    return ModelPlan(profile, planning.plan(profile.problem, smallest, solvers=_SOLVERS), smallest)
+def tightest(profile: Profile) -> ModelPlan:
+    """The plan that needs the least memory, as predicted; the same one whatever the seconds of the day.
+
+    At the planner's smallest budget, segments may hold more than they save: then others need less.
+    """
+    steady = replace(profile, problem=_with_steady_seconds(profile))
+    smallest = planning.minimum_budget(steady.problem, solvers=_SOLVERS)
+    best = ModelPlan(steady, planning.plan(steady.problem, smallest, solvers=_SOLVERS), smallest)
+    for _ in range(_MOST_TIGHTER):
+        peak_bytes = _peak_bytes(best)
+        is_least = peak_bytes <= max(smallest, profile.residents.optimizer_peak_bytes)
+        tighter = None if is_least else _plan_below(steady, peak_bytes - 1)
+        if tighter is None:
+            break
+        best = tighter
+    found, problem = best.schedule, profile.problem
+    bound = relaxed_bound(problem, found.budget_bytes)
+    predicted = planning.simulate(problem, found.schedule)
+    return ModelPlan(
+        profile, replace(found, problem=problem, bound=bound, predicted=predicted), best.budget_bytes
+    )
 
 
-def _too_small(tightest: ModelPlan, budget_bytes: int) -> BudgetError:
-    profile = tightest.profile
-    smallest = _smallest_budget(tightest)
-    peak = tightest.schedule.predicted.peak
+def _with_steady_seconds(profile: Profile) -> planning.Problem:
+    """The problem with the number of forwards in the place of seconds, so that equal plans are told apart by that."""
+    units = []
+    for unit, profiled in zip(profile.problem.units, profile.units, strict=True):
+        options = [
+            replace(
+                option, forward_s=1.0, backward_s=1.0 + recipe.whole + 0.1 * len(recipe.inner), again_s=0.0
+            )
+            for option, recipe in zip(unit.options, profiled.recipes, strict=True)
+        ]
+        units.append(replace(unit, options=tuple(options)))
+    return replace(profile.problem, units=tuple(units))
+
+
+def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> BudgetError:
+    """Why nothing fits a budget, what would, and what to change.
+
+    Args:
+        least: the plan that needs the least memory.
+        budget_bytes: that was asked for.
+        measured_bytes: the peak of a real step under that plan; 0 if none was run.
+    """
+    profile = least.profile
+    smallest = smallest_budget(least, measured_bytes)
+    known = "verified on a real step" if measured_bytes else "predicted"
+    named = f"smallest feasible budget is {format_bytes(smallest)} ({smallest} bytes, {known})"
+    floor = profile.residents.optimizer_peak_bytes
+    if floor > budget_bytes:
+        return BudgetError(
+            f"The optimizer's own step needs {format_bytes(floor)} ({floor} bytes: {_residents(profile)}), and the"
+            f" budget is {format_bytes(budget_bytes)}. No plan for activations changes that; the {named}. Use a lighter"
+            " optimizer, fewer bits for parameters, or shard them; or a smaller batch, where the sample is what takes"
+            " the room.",
+            budget_bytes=budget_bytes,
+            smallest_bytes=smallest,
+        )
+    peak = least.schedule.predicted.peak
     unit = profile.units[peak.unit]
-    parts = _floor(tightest)
+    parts = _floor(least, measured_bytes)
     given = "" if profile.holds_output else " with the model's output let go before the backward"
     return BudgetError(
-        f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
-        f" budget is {format_bytes(smallest)} ({smallest} bytes){given}, set by the {peak.phase} of {unit.name!r}:"
+        f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The {named}{given}, set by"
+        f" the {peak.phase} of {unit.name!r}:"
         f" {', '.join(f'{format_bytes(size)} {name}' for name, size in parts.items() if size)}."
         f" {' '.join(_advice(profile, unit, parts))}",
         budget_bytes=budget_bytes,
@@ -300,11 +359,11 @@ def _residents(profile: Profile) -> str:
     return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
 
 
-def _floor(tightest: ModelPlan) -> dict[str, int]:
+def _floor(least: ModelPlan, measured_bytes: int) -> dict[str, int]:
     """What a plan's peak consists of: bytes by name, those of parameters, gradients and optimizer state first."""
-    profile, predicted = tightest.profile, tightest.schedule.predicted
+    profile, predicted = least.profile, least.schedule.predicted
     residents = profile.residents
-    run = tightest.schedule.schedule.actions[: predicted.peak.action]
+    run = least.schedule.schedule.actions[: predicted.peak.action]
     gradient_bytes = residents.gradient_bytes if profile.accumulates else 0
     gradient_bytes += sum(
         profile.problem.units[action.unit].parameter_gradient_bytes
@@ -319,7 +378,8 @@ def _floor(tightest: ModelPlan) -> dict[str, int]:
         "sample and other tensors": residents.other_bytes,
         f"the model's output ({profile.output_names})": output_bytes,
     }
-    parts["activations and workspace there"] = max(0, _peak_bytes(tightest) - sum(parts.values()))
+    peak_bytes = max(_peak_bytes(least), measured_bytes)
+    parts["activations and workspace there"] = max(0, peak_bytes - sum(parts.values()))
     return parts
 
 
@@ -357,5 +417,5 @@ def frontier(
     points = []
     for point in found:
         chosen = ModelPlan(profile, point, max(point.budget_bytes, floor))
-        points.append(replace(chosen, budget_bytes=_smallest_budget(chosen)))
+        points.append(replace(chosen, budget_bytes=smallest_budget(chosen)))
     return tuple(points)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from recoup.checkpointing.sampling import sampling
@@ -28,8 +28,8 @@ from recoup.engines.drift import (
 from recoup.engines.plans import ModelPlan
 from recoup.engines.recording import Points, Recording, record
 from recoup.errors import OverBudgetError, ReplayMismatchError, VerificationError
-from recoup.measuring.caches import cached_models, without_caches
-from recoup.measuring.intercept import suspended
+from recoup.measuring.caches import CachelessForward, without_caches
+from recoup.measuring.intercept import installed, suspended
 from recoup.measuring.meter import Meter, device_of, make_meter
 from recoup.measuring.steps import TrainingStep
 from recoup.progress import note
@@ -58,7 +58,8 @@ class Verification:
         plain_peak_bytes: of the plain step; ``None`` where that did not fit.
         plain_seconds: of the plain step; ``None`` where that did not fit.
         gradients: how the gradients compare, in words: ``"bit-equal"``, or ``"bit-equal, unit by unit"`` where the
-            plain step did not fit; what was not compared, and how far those that drift are apart.
+            plain step did not fit; what was not compared, how far those that drift are apart, and that they are
+            compared with a step whose key-value cache is off, where the plan switches it off.
         drifting: gradients that are not bit-equal, in a model whose plain steps are not either, and how far they are
             apart.
         notes: what is to be known about these figures, in sentences.
@@ -110,6 +111,8 @@ def verify_step(step: TrainingStep, plan: ModelPlan) -> Verification:
     else:
         drifting = verifier.compare(fitted, plain)
         gradients = _in_words(drifting)
+    if verifier.is_cacheless():
+        gradients += " to a step with use_cache off"
     return Verification(
         fitted.peak_bytes,
         fitted.seconds,
@@ -151,10 +154,14 @@ class _Verifier:
         """Whether the device has room for the plain step beside what lives already."""
         return self.plan.profile.plain_bytes - self.residents.total_bytes < self.meter.free_bytes()
 
+    def is_cacheless(self) -> bool:
+        """Whether the plan has switched a cache off."""
+        return any(one.has_switched for one in _caches_off(self.step.model))
+
     def notes(self) -> tuple[str, ...]:
         """What was switched off for the comparison, and what is not in the count."""
         found = []
-        if cached_models(self.step.model):
+        if self.is_cacheless():
             found.append(
                 "The plain step ran with the key-value cache (use_cache) off, as it is under the plan: a training step"
                 " with the cache on takes more memory, and may round differently."
@@ -274,8 +281,14 @@ class _Verifier:
     @contextmanager
     def plainly(self) -> Iterator[None]:
         """Steps without the plan, with the caches off that it switches off."""
-        with suspended(self.step.model), without_caches(self.step.model):
+        model = self.step.model
+        cacheless = without_caches(model) if _caches_off(model) else nullcontext()
+        with suspended(model), cacheless:
             yield
+
+
+def _caches_off(model: nn.Module) -> list[CachelessForward]:
+    return [one for one in installed(model) if isinstance(one, CachelessForward)]
 
 
 def _over_budget(peak_bytes: int, plan: ModelPlan) -> OverBudgetError:

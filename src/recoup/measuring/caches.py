@@ -1,7 +1,8 @@
 """Decoders that fill a key-value cache even while they train: a replay would fill it twice.
 
 Models of the transformers library do so by default, and switch it off where they checkpoint themselves. We do the
-same: while such a model trains, ``use_cache`` is off unless the caller says otherwise.
+same: while such a model trains, ``use_cache`` is off unless the caller says otherwise. Keys and values have another
+memory layout then, and products may round differently on some processors: whoever compares says what was off.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ def cached_models(model: nn.Module) -> list[nn.Module]:
 
 
 class CachelessForward(StandIn):
-    """Stands in for a forward that takes ``use_cache``."""
+    """Stands in for a forward that takes ``use_cache``; knows whether it has switched it off."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
+        self.has_switched = False
         self.position = list(inspect.signature(self.original).parameters).index("use_cache")
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Switches the cache off where the caller left it to the model."""
         is_given = len(args) > self.position or kwargs.get("use_cache") is not None
         if torch.is_grad_enabled() and not is_given:
-            kwargs["use_cache"] = False
+            kwargs["use_cache"], self.has_switched = False, True
         return self.original(*args, **kwargs)
 
 

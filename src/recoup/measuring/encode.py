@@ -275,12 +275,12 @@ def _find_user_bytes(positions: list[Position]) -> None:
     for index, position in enumerate(positions):
         before = positions[index - 1] if index else None
         if position.seen is not None:
-            others = position.seen.alive.keys() - counted - position.seen.arguments.keys()
-            position.user_bytes = sum(position.seen.alive[value] for value in others)
-        elif before is not None:
-            position.user_bytes = sum(
-                size for value, size in before.made.items() if value not in before.outputs
-            )
+            alive, given = position.seen.alive, position.seen.arguments
+        else:
+            alive, given = position.code.alive, {} if before is None else before.outputs
+        position.user_bytes = sum(
+            size for value, size in alive.items() if value not in counted and value not in given
+        )
         for value in position.made:
             is_held = any(later.saves(value) for later in positions[index:])
             if value in position.outputs and value not in positions[index + 1].sole_inputs:

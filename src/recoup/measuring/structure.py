@@ -42,6 +42,7 @@ class Code:
         gives_gradients: storages made earlier that its backward gives a gradient, saved or not, and the bytes that this
             gradient takes while it waits: those of all that it is a view of.
         parameters: bytes of the gradients that its backward gives parameters, by their identity.
+        alive: storages that live when its first operation runs.
     """
 
     saved: Storages
@@ -49,6 +50,7 @@ class Code:
     backward_bytes: int = 0
     gives_gradients: Storages = field(default_factory=dict)
     parameters: dict[int, int] = field(default_factory=dict)
+    alive: Storages = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,14 @@ class _Looker:
             # In a real step the unit's graph holds them.
             saved, given = self.calls[-1].saved_arguments, _strided(tensors_in((call.args, call.kwargs)))
             self._held = [t.detach() for t in given if self.numbers.number(t.untyped_storage()) in saved]
-        self.tracker.begin(_strided(tensors_in(output)))
+        self._alive: Storages = {}
+        # Not now: the caller's frames still hold what they gave the unit.
+        self.tracker.begin(_strided(tensors_in(output)), at_next=self._note_alive)
         self._recent_bytes = self.tracker.recent_bytes
         self._live_bytes = self.meter.begin()
+
+    def _note_alive(self) -> None:
+        self._alive = self.numbers.storages(self.tracker.living())
 
     def _end_code(self, handed_on: Any) -> Code:
         # Beyond what lived before where kernels need memory of their own; but some of that may have gone meanwhile.
@@ -213,7 +220,7 @@ class _Looker:
         backward_bytes = section.backward_bytes(self.meter, frees=self.frees)
         given = dict.fromkeys((number for number in section.numbers if number is not None), 0)
         gradients = given | section.gradients
-        return Code(self._saved, transient_bytes, backward_bytes, gradients, parameters)
+        return Code(self._saved, transient_bytes, backward_bytes, gradients, parameters, self._alive)
 
     def _note(self, tensors: Sequence[Tensor]) -> None:
         self.sections.note((t, self.numbers.number(t.untyped_storage())) for t in _strided(tensors))
@@ -230,7 +237,7 @@ class _Looker:
         except CheckpointError as error:
             what = f"cannot be run by itself. {str(error).rstrip('.')}"
             raise LeakError(call.name, what, call.module) from error
-        self._alive = self.numbers.storages(self.tracker.living())
+        self._note_alive()
 
     def visit(self, call: UnitCall) -> Any:
         given = (call.args, call.kwargs)
@@ -239,7 +246,8 @@ class _Looker:
         # Before it runs: it may add to a list that it is given.
         remade = self._remade(tensors_in(given), numbers)
         self._saved_arguments: set[int] = set()
-        inside: dict[nn.Module, dict[int, int]] = {}
+        saved: Storages = {}
+        inside: dict[nn.Module, Storages] = {}
         current: list[nn.Module] = []
         in_place: set[nn.Module] = set()
 
@@ -250,13 +258,19 @@ class _Looker:
             number = self.numbers.number(storage)
             if number in arguments:
                 self._saved_arguments.add(number)
-            elif number is not None and current:
-                inside.setdefault(current[0], {})[number] = storage.nbytes()
+            elif number is not None:
+                saved[number] = storage.nbytes()
+                if current:
+                    inside.setdefault(current[0], {})[number] = storage.nbytes()
 
+        self.tracker.begin()
+        made_bytes = self.tracker.made_bytes
         names = {module: name for name, module in call.module.named_modules()}
         called = [module for module in self.inside.get(call.module, []) if module in names]
         with _noting_inside(called, current, in_place):
             output = call.glance(note)
+        made_bytes = self.tracker.made_bytes - made_bytes
+        taken = (sum(saved.values()), made_bytes, self.tracker.recent_peak_bytes)
         saved_inside = {
             names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
         }
@@ -266,7 +280,7 @@ class _Looker:
                 call.name,
                 call.module,
                 (*alike, *_flags(call), *saved_inside),
-                (*alike, *saved_inside.items()),
+                (*alike, *saved_inside.items(), taken, tuple(n in self._saved_arguments for n in numbers)),
                 arguments,
                 numbers,
                 remade,

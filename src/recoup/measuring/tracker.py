@@ -66,6 +66,7 @@ class MemoryTracker(TorchDispatchMode):
         #: As current and peak bytes, of what `begin` was given and what was made since.
         self.recent_bytes = 0
         self.recent_peak_bytes = 0
+        self._at_next: Callable[[], None] | None = None
         # By id: a storage keeps its Python object for life, and leaves here when it dies.
         self._seen: dict[int, _Seen] = {}
 
@@ -73,8 +74,14 @@ class MemoryTracker(TorchDispatchMode):
         """Starts a new peak from what lives now."""
         self.peak_bytes = self.current_bytes
 
-    def begin(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Starts to count some tensors, and what is made from now on, by themselves, whatever else goes meanwhile."""
+    def begin(self, tensors: Iterable[Tensor] = (), at_next: Callable[[], None] | None = None) -> None:
+        """Starts to count some tensors, and what is made from now on, by themselves, whatever else goes meanwhile.
+
+        Args:
+            tensors: that count from the start.
+            at_next: is called before the next operation runs.
+        """
+        self._at_next = at_next
         keys = {id(tensor.untyped_storage()) for tensor in tensors}
         for seen in self._seen.values():
             seen.is_recent = seen.key in keys
@@ -99,6 +106,9 @@ class MemoryTracker(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs the operation and counts the storages that it made."""
+        if self._at_next is not None:
+            at_next, self._at_next = self._at_next, None
+            at_next()
         # Anything that arrives without having been made here lived before: it counts zero.
         if func is not _LIFT_FRESH or not args[0].untyped_storage().resizable():
             self._look(args, False)
