@@ -15,7 +15,7 @@ from torch import Tensor
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.frame import Frame
 from recoup.checkpointing.mismatch import describe_function
-from recoup.checkpointing.replay import depth, pop_hooks, push_hooks
+from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.checkpointing.transforms import is_transformed
 from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.errors import NothingToCheckpointError
@@ -156,9 +156,7 @@ def _run(
     if not torch.is_grad_enabled() or is_transformed():
         return fn(*args, **kwargs)
     forward_context, replay_context = (None, None) if context_fn is None else context_fn()
-    takes_turn = depth() == 0
-    if takes_turn:
-        begin_turn()
+    taken = begin_turn()
     try:
         frame = Frame(options, fn, Arguments(args, kwargs), replay_context)
         push_hooks(frame.pack_hook(), frame.unpack)
@@ -172,7 +170,7 @@ def _run(
             pop_hooks()
         frame.settle(output)
     finally:
-        if takes_turn:
+        if taken:
             end_turn()
     if frame.is_idle() and not _needs_grad(output):
         raise NothingToCheckpointError(

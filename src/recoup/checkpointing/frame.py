@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -43,7 +42,6 @@ from recoup.checkpointing.reach import Reach
 from recoup.checkpointing.replay import (
     Manner,
     Replayed,
-    depth,
     is_any_wanted,
     replay,
     run_forgetting,
@@ -51,7 +49,7 @@ from recoup.checkpointing.replay import (
 from recoup.checkpointing.replayable import SEEKING, Replayable, Sought
 from recoup.checkpointing.sampling import is_due
 from recoup.checkpointing.state import FunctionState
-from recoup.checkpointing.turns import turn
+from recoup.checkpointing.turns import turn, turn_holder
 from recoup.errors import InputChangedError
 
 if TYPE_CHECKING:
@@ -105,8 +103,7 @@ class Frame(Replayable):
             self._digests = []
         self._outputs: tuple[Kind, ...] = ()
         self._settled = False
-        # A frame that is made in a replay belongs to that replay's turn.
-        self._maker = None if depth() else get_ident()
+        self._maker = turn_holder()
         self.runs_backward = False
         """Whether the function runs a backward inside."""
 
@@ -225,8 +222,7 @@ class Frame(Replayable):
             return self._run(args, kwargs, manner, compare)
         guard = None
         with ExitStack() as stack:
-            if self._maker is not None:
-                stack.enter_context(turn(self._maker))
+            stack.enter_context(turn(self._maker))
             if self._state is not None:
                 self._state.enter(stack)
                 if stale := self._state.stale():

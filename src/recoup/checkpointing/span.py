@@ -99,9 +99,7 @@ class Span:
     def _run(
         self, segment: Segment, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        takes_turn = depth() == 0
-        if takes_turn:
-            begin_turn()
+        taken = begin_turn()
         try:
             frame = segment.add(fn, FedArguments(args, kwargs, self._outputs.find))
             push_hooks(frame.pack_hook(), segment.unpack_hook())
@@ -111,7 +109,7 @@ class Span:
                 pop_hooks()
             frame.settle(output)
         finally:
-            if takes_turn:
+            if taken:
                 end_turn()
         self._outputs.note(len(segment) - 1, output)
         return output

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 
+from recoup.checkpointing.replay import depth
 from recoup.errors import RecoupWarning
 
-__all__ = ["begin_turn", "end_turn", "turn"]
+__all__ = ["begin_turn", "end_turn", "turn", "turn_holder"]
 
 _PATIENCE_S = 20.0
 
@@ -42,12 +43,14 @@ class _Turns:
 _turns = _Turns()
 
 
-def begin_turn(maker: int | None = None) -> None:
-    """Waits until no other thread has its turn.
+def begin_turn(maker: int | None = None) -> bool:
+    """Waits until no other thread has its turn; returns whether there is a turn to end.
 
     Args:
         maker: for a replay, the thread on which the forward ran.
     """
+    if depth():
+        return False  # what a replay calls belongs to its turn
     me = get_ident()
     with _lock:
         if _turns.thread is None:
@@ -65,6 +68,7 @@ def begin_turn(maker: int | None = None) -> None:
                 )
             _turns.thread = _turns.thread or me
         _turns.depth += 1
+    return True
 
 
 def end_turn() -> None:
@@ -80,11 +84,17 @@ def end_turn() -> None:
 @contextmanager
 def turn(maker: int) -> Iterator[None]:
     """A turn for a replay that puts state back."""
-    begin_turn(maker)
+    taken = begin_turn(maker)
     try:
         yield
     finally:
-        end_turn()
+        if taken:
+            end_turn()
+
+
+def turn_holder() -> int:
+    """The thread in whose turn this code runs: another one than this if it is a replay's, on a thread of autograd's."""
+    return (_turns.thread if depth() else None) or get_ident()
 
 
 def _is_inside(maker: int | None) -> bool:

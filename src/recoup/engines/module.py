@@ -70,11 +70,12 @@ class _Root(_Planned):
         if engine.depth == 0:
             engine.watch.before(self.module, self.original, args, kwargs)
         engine.depth += 1
-        begin_turn()  # units that are kept draw from the same generators
+        taken = begin_turn()  # units that are kept draw from the same generators
         try:
             output = self.original(*args, **kwargs)
         finally:
-            end_turn()
+            if taken:
+                end_turn()
             engine.depth -= 1
             engine.reset()
         if engine.depth == 0:
