@@ -89,6 +89,13 @@ def test_tensors_of_every_kind_have_one(make: object) -> None:
     assert digest(make()) is not None
 
 
+@both
+def test_single_elements_of_any_stride(way: object) -> None:
+    expanded = torch.ones(1).expand(64).narrow(0, 0, 1)
+    assert expanded.stride() == (0,)
+    assert is_same(way(expanded), way(torch.ones(1)))
+
+
 class Tagged(Tensor):
     pass
 

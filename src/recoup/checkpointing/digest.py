@@ -114,8 +114,9 @@ def _as_integers(tensor: Tensor) -> Tensor:
 def _of_words(tensor: Tensor) -> Tensor:
     flat = tensor.contiguous().view(-1)
     num_bytes = flat.numel() * flat.element_size()
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
+    # A single element may have any stride, and no word begins inside another.
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone(memory_format=torch.contiguous_format)
     flat = flat.view(torch.uint8)
     words, rest = flat[: num_bytes // 8 * 8].view(torch.int64), flat[num_bytes // 8 * 8 :].to(torch.int64)
     found = torch.zeros((), dtype=torch.int64, device=flat.device)
