@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.digest import Digest, digest_of_saved, is_same
+from recoup.checkpointing.digest import Digest, are_same, digest_of_saved, is_same
 from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.checkpointing.sampling import is_close, never_again
 from recoup.errors import RecoupWarning
@@ -44,17 +44,25 @@ class Comparison:
 
     def __init__(self, fn: Any, records: list[Record], digests: list[Digest]) -> None:
         self._fn, self._records, self._digests = fn, records, digests
-        self.drifted: set[int] = set()
-        """Where the first replay differs from the forward."""
-        self.first: dict[int, Tensor] = {}
-        """What it saved, as far as that is wanted."""
+        self._seen: dict[int, Digest] = {}
+        self._first: dict[int, Tensor] = {}
+        self._drifted: set[int] = set()
         self._rounds = False
 
     def note(self, position: int, tensor: Tensor) -> None:
-        """Compares a tensor of the first replay with the forward's."""
-        then = self._digests[position]
-        if then is not None and not is_same(then, digest_of_saved(tensor)):
-            self.drifted.add(position)
+        """Notes a tensor of the first replay."""
+        if self._digests[position] is not None:
+            self._seen[position] = digest_of_saved(tensor)
+
+    def drifts(self, values: dict[int, Tensor]) -> bool:
+        """Whether the first replay, which gave these values, differs from the forward in any of them."""
+        positions = [position for position in self._seen if position in values]
+        # Together, since on a device each comparison would wait for it.
+        if are_same([(self._digests[p], self._seen[p]) for p in positions]):
+            return False
+        self._drifted = {p for p in positions if not is_same(self._digests[p], self._seen[p])}
+        self._first = values
+        return True
 
     def judge(self, position: int, tensor: Tensor) -> None:
         """Compares a tensor of the second replay with the first one's.
@@ -62,9 +70,9 @@ class Comparison:
         Raises:
             ReplayMismatchError: they are equal, so that it is the forward that they differ from; or too far apart.
         """
-        first = self.first.get(position)
-        if position not in self.drifted or first is None:
+        if position not in self._drifted:
             return
+        first = self._first[position]
         repeats = is_same(digest_of_saved(first), digest_of_saved(tensor))
         # Behind a sum that rounds differently, an index may well fall differently too.
         if not self._rounds and (repeats or not is_close(first.detach(), tensor.detach())):

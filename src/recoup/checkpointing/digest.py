@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Digest", "digest", "digest_of_saved", "is_same", "packed"]
+__all__ = ["Digest", "are_same", "digest", "digest_of_saved", "is_same", "packed"]
 
 Digest: TypeAlias = "bytes | Tensor | tuple[Digest, ...] | None"
 """Of host memory bytes, of a device's memory a tensor there, of a wrapper those of what it wraps; None without plain
 storage."""
 
 _SEEDS = (torch.int64, torch.uint64)
-_CHUNK = 1 << 19
-"""Words that are hashed at once on a device: they take three times 4 MiB."""
+_CHUNK = 1 << 20
+"""Words that are hashed at once on a device: they take two or three times 8 MiB."""
 _CHUNK_BYTES = 1 << 20
 # Odd constants, with about as many ones as zeros; as signed integers, which is what torch multiplies.
 _FACTORS = (-7046029254386353131, -4658895280553007687, 7809847782465536322 | 1)
@@ -71,6 +71,17 @@ def is_same(left: Digest, right: Digest) -> bool:
     return left == right
 
 
+def are_same(pairs: list[tuple[Digest, Digest]]) -> bool:
+    """Whether the digests of every pair are the same, with one wait for each device."""
+    devices = {left.device for left, _ in pairs if isinstance(left, Tensor)}
+    for device in devices:
+        here = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].device == device]
+        left, right = (torch.stack([one[side] for one in here]) for side in (0, 1))  # type: ignore[misc]
+        if not torch.equal(left, right):
+            return False
+    return all(is_same(left, right) for left, right in pairs if not isinstance(left, Tensor))
+
+
 def packed(digests: list[Digest]) -> list[Digest]:
     """The same in one piece of memory for each device, whose allocator rounds every piece up."""
     by_device: dict[torch.device, list[int]] = {}
@@ -118,13 +129,15 @@ def _of_words(tensor: Tensor) -> Tensor:
     if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone(memory_format=torch.contiguous_format)
     flat = flat.view(torch.uint8)
-    words, rest = flat[: num_bytes // 8 * 8].view(torch.int64), flat[num_bytes // 8 * 8 :].to(torch.int64)
-    found = torch.zeros((), dtype=torch.int64, device=flat.device)
-    start = 0
-    for part in (*words.split(_CHUNK), rest):
-        found += _mixed(part, start).sum()
+    end = num_bytes // 8 * 8
+    parts = [*flat[:end].view(torch.int64).split(_CHUNK)]
+    if end < num_bytes:
+        parts.append(flat[end:].to(torch.int64))
+    found, start = [], 0
+    for part in parts:
+        found.append(_mixed(part, start).sum())
         start += part.numel()
-    return found
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
 def _mixed(words: Tensor, start: int) -> Tensor:

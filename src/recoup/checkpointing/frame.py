@@ -207,8 +207,7 @@ class Frame(Replayable):
         # NOTE [ Sampled comparison ]
         comparison = Comparison(self.fn, self._records, self._digests)
         replayed = self._run_as_then(args, kwargs, manner, comparison.note)
-        if not comparison.drifted.isdisjoint(replayed[0]):
-            comparison.first = replayed[0]
+        if comparison.drifts(replayed[0]):
             self._run_as_then(args, kwargs, manner, comparison.judge)
             comparison.warn()
         return replayed

@@ -60,6 +60,9 @@ class TrainingStep:
         ]
         self._roots = roots
         self.reached = self.reach()
+        hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+        #: Whether running it may step an optimizer: in a callable of the user's, or in a hook of a parameter.
+        self.changes_parameters = step is not None or any(hooks)
         stepped = self.reached.optimizers if self.changes_parameters else []
         self.optimizers = read_optimizers([*read_optimizers(optimizer), *stepped])
         self.writes = Writes()
@@ -81,12 +84,6 @@ class TrainingStep:
     def reach(self) -> Reached:
         """What its code can get at now: what it was may have been replaced meanwhile."""
         return Reached(self._roots, known=self.model)
-
-    @property
-    def changes_parameters(self) -> bool:
-        """Whether running it may step an optimizer: in a callable of the user's, or in a hook of a parameter."""
-        hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in self.model.parameters())
-        return self.step is not None or any(hooks)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
