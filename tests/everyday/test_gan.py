@@ -102,7 +102,8 @@ def test_the_smallest_budget_is_the_smallest() -> None:
     fitted = recoup.fit(gan.generator, budget=smallest, **options)
     assert fitted.verification.peak_bytes <= smallest
     assert fitted.verification.peak_bytes >= 0.9 * smallest
-    real = two_steps(gan)
+    # Data that a step= fetches for itself is not given as a sample: on a CPU nobody knows of it.
+    real = two_steps(gan) - gan.noise.nbytes - gan.real.nbytes
     # A loop holds a few scalars more than a step.
     assert 0.9 * smallest <= real <= 1.005 * smallest
 

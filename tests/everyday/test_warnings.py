@@ -381,7 +381,7 @@ def test_a_plan_that_keeps_everything_needs_no_warning_about_memory() -> None:
 
 def test_the_report_says_what_was_switched_off_for_the_comparison() -> None:
     """transformers' caches of keys and values, which training would fill for nothing."""
-    model, batch = gpt2(), tokens()
+    model, batch = gpt2(use_cache=True), tokens()
     fitted = recoup.fit(model, batch, budget=budget_for(model, batch))
     assert "cache" in str(fitted)
     plain = Classifier()
