@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from recoup.checkpointing.comparison import is_close
 from recoup.checkpointing.replay import pop_hooks, push_hooks
-from recoup.checkpointing.sampling import is_close
 from recoup.measuring.preserve import preserving
 from recoup.measuring.streaming import UnitCall
 from recoup.measuring.trees import tensors_in

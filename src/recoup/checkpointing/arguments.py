@@ -24,6 +24,7 @@ __all__ = ["Arguments", "contents", "path_to", "put_all_together", "take_all_apa
 
 _PLAIN = frozenset({int, float, bool, str, type(None), complex, bytes, torch.dtype, torch.device, torch.Size})
 _BARE = frozenset({list, tuple, dict})
+_OURS = f"{__name__.partition('.')[0]}."
 
 
 class _Slot:
@@ -89,7 +90,7 @@ class Arguments:
 
     __slots__ = (
         "_args", "_has_hooks", "_held", "_is_flat", "_kwargs", "_needs_grad", "_originals", "_tensors", "_unpack",
-        "_versions", "changed", "others",
+        "_versions", "are_copied", "changed", "changed_feeds", "others",
     )  # fmt: skip
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -106,6 +107,10 @@ class Arguments:
             self._args, self._kwargs = take_all_apart(args, kwargs, tensors, self.others)
         self.changed: list[int] = []
         """Slots that the function itself changed in place, filled by `settle`."""
+        self.changed_feeds: set[tuple[int, int]] = set()
+        """What the function changed in place of what an earlier call of its span fed it."""
+        self.are_copied = False
+        """Whether hooks of others give the tensors back, perhaps in fewer bits."""
         self._tensors = tensors
         self._versions = versions_of(tensors)
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
@@ -114,6 +119,7 @@ class Arguments:
         self._unpack: Callable[[Any], Tensor] | None = None
         if hooks is not None and tensors:
             pack, self._unpack = hooks
+            self.are_copied = not str(getattr(pack, "__module__", "")).startswith(_OURS)
             # One tensor given twice (key and value of an attention) goes through the hooks once, and comes back as one.
             packed = {
                 id(tensor): pack(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()
@@ -127,7 +133,7 @@ class Arguments:
     def settle(self) -> None:
         """Notes, right after the forward, which tensors the function itself changed in place."""
         now = versions_of(self._tensors)
-        self._has_hooks = any(tensor._backward_hooks for tensor in self._tensors)
+        self._has_hooks = any(t._backward_hooks or t._post_accumulate_grad_hooks for t in self._tensors)
         if now != self._versions:
             self.changed = [index for index, version in enumerate(self._versions) if version != now[index]]
         self._tensors = []

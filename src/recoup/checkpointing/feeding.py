@@ -84,7 +84,7 @@ class FedArguments(Arguments):
     reference counting could free that.
     """
 
-    __slots__ = ("_fed", "_fed_versions", "_outside", "_tree", "changed_feeds", "feeds")
+    __slots__ = ("_fed", "_fed_versions", "_outside", "_tree", "feeds")
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], find: Callable[[Tensor], Feed | None]
@@ -96,8 +96,6 @@ class FedArguments(Arguments):
         self.feeds = {slot: feed for slot, feed in enumerate(found) if feed is not None}
         self._fed = [tensors[slot] for slot in self.feeds]
         self._fed_versions = versions_of(self._fed)
-        self.changed_feeds: set[Place] = set()
-        """What the function changed in place of what it was fed, filled by `settle`."""
         self._outside = {slot: tensors[slot].requires_grad for slot, feed in enumerate(found) if feed is None}
         """The slots of the others, and whether these need a gradient."""
         held = [tensors[slot] for slot in self._outside]

@@ -24,7 +24,7 @@ NOTE [ How a frame works ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.arguments import Arguments, contents
-from recoup.checkpointing.comparison import Compare, Comparison, compare_exactly
+from recoup.checkpointing.arguments import Arguments, put_all_together, take_all_apart
+from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
 from recoup.checkpointing.digest import Digest, digest_of_saved, packed
 from recoup.checkpointing.environment import Environment
+from recoup.checkpointing.feeding import tensors_in
 from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Kind, Record, kind_of
 from recoup.checkpointing.reach import Reach
@@ -50,7 +51,7 @@ from recoup.checkpointing.replayable import SEEKING, Replayable, Sought
 from recoup.checkpointing.sampling import is_due
 from recoup.checkpointing.state import FunctionState
 from recoup.checkpointing.turns import turn, turn_holder
-from recoup.errors import InputChangedError
+from recoup.errors import InputChangedError, RecoupError
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
@@ -74,8 +75,7 @@ class Frame(Replayable):
 
     __slots__ = (
         "_arguments", "_digests", "_environment", "_leaves", "_maker", "_outputs", "_records",
-        "_replay_context", "_settled",
-        "_state", "fn", "runs_backward",
+        "_replay_context", "_results", "_settled", "_state", "fn", "runs_backward",
     )  # fmt: skip
 
     def __init__(
@@ -99,8 +99,10 @@ class Frame(Replayable):
         check = options.check
         self._digests: list[Digest] | None = None
         """Of what was saved; None for calls whose contents are not compared."""
-        if check == "values" or (check == "sampled" and is_due(fn)):
+        if check == "values" or (check == "sampled" and is_due(fn) and not arguments.are_copied):
             self._digests = []
+        self._results: list[Result] = []
+        """What the call returned, where that may be compared."""
         self._outputs: tuple[Kind, ...] = ()
         self._settled = False
         self._maker = turn_holder()
@@ -113,14 +115,16 @@ class Frame(Replayable):
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
-        is_one = type(output) is Tensor and not output.is_nested
-        self._outputs = (kind_of(output),) if is_one else tuple(_kinds_in(output))
+        outputs = [output] if type(output) is Tensor else list(tensors_in(output))
+        self._outputs = tuple(kind_of(tensor) for tensor in outputs if not tensor.is_nested)
         self._arguments.settle()
         self._environment.settle()
         if self._state is not None:
             self._state.settle()
-        if self._digests:
-            self._digests = packed(self._digests)
+        if self._digests is not None:
+            # A second replay would find changed what the function changes of what it is fed.
+            self._digests = None if self._arguments.changed_feeds else packed(self._digests)
+            self._results = results_of(outputs)
         self._settled = True
 
     def pack_hook(self) -> Callable[[Tensor], Record | Leaf]:
@@ -151,10 +155,10 @@ class Frame(Replayable):
 
     def _pack_with_digest(self, tensor: Tensor) -> Record | Leaf:
         """As `_pack_beside_modules`, and notes the content of what is let go."""
-        packed = self._pack_beside_modules(tensor)
+        record = self._pack_beside_modules(tensor)
         assert self._digests is not None
-        self._digests.append(None if isinstance(packed, Leaf) else digest_of_saved(tensor))
-        return packed
+        self._digests.append(None if isinstance(record, Leaf) else digest_of_saved(tensor))
+        return record
 
     def note_read(self) -> None:
         """Autograd needs something back that the call saved; before it has ended, that is for a backward inside."""
@@ -205,11 +209,14 @@ class Frame(Replayable):
         if self._digests is None or manner.forgets or manner.carefully:
             return self._run_as_then(args, kwargs, manner)
         # NOTE [ Sampled comparison ]
+        tensors: list[Tensor] = []
+        apart = take_all_apart(args, kwargs, tensors, [])
         comparison = Comparison(self.fn, self._records, self._digests)
         replayed = self._run_as_then(args, kwargs, manner, comparison.note)
         if comparison.drifts(replayed[0]):
-            self._run_as_then(args, kwargs, manner, comparison.judge)
-            comparison.warn()
+            args, kwargs = put_all_together(*apart, tensors)
+            output = self._run_as_then(args, kwargs, Manner(to_end=True), comparison.note_again)[2]
+            comparison.judge(self._results, results_of(list(tensors_in(output))))
         return replayed
 
     def _run_as_then(
@@ -229,6 +236,8 @@ class Frame(Replayable):
             self._environment.enter(stack)
             if self._replay_context is not None:
                 stack.enter_context(self._replay_context)
+            if guard is not None:
+                compare = partial(_compare_guarded, guard, compare)
             try:
                 return self._run(args, kwargs, manner, compare)
             except Exception:
@@ -239,10 +248,18 @@ class Frame(Replayable):
     def _run(
         self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner, compare: Compare | None
     ) -> Replayed:
-        if manner.forgets:
-            return {}, {}, run_forgetting(self.fn, args, kwargs, runs_backward=self.runs_backward)
-        records, leaves = self._records, self._leaves
-        return replay(self.fn, args, kwargs, self._options, records, leaves, self._settled, manner, compare)
+        try:
+            if manner.forgets:
+                return {}, {}, run_forgetting(self.fn, args, kwargs, runs_backward=self.runs_backward)
+            records, leaves = self._records, self._leaves
+            return replay(
+                self.fn, args, kwargs, self._options, records, leaves, self._settled, manner, compare
+            )
+        except Exception as error:
+            # As it is, since others may wait for it; Pythons from 3.11 on show the note below it.
+            if self._settled and not isinstance(error, RecoupError) and hasattr(error, "add_note"):
+                error.add_note(mismatch.raised_in_replay(self.fn))
+            raise
 
     def refuse_saved(self, position: int) -> InputChangedError:
         """The error for a saved tensor that was changed in place."""
@@ -263,10 +280,8 @@ class Frame(Replayable):
         )
 
 
-def _kinds_in(output: Any, depth: int = 3) -> Iterator[Kind]:
-    if isinstance(output, Tensor):
-        if not output.is_nested:  # which may have no shape
-            yield kind_of(output)
-    elif depth and (found := contents(output)) is not None:
-        for item in found[1]:
-            yield from _kinds_in(item, depth - 1)
+def _compare_guarded(guard: StaleGuard, compare: Compare | None, position: int, tensor: Tensor) -> None:
+    """Autograd saves what an operation is given before the guard sees the operation."""
+    guard.check(tensor)
+    if compare is not None:
+        compare(position, tensor)

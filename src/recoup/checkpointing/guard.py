@@ -41,7 +41,7 @@ class StaleGuard(TorchDispatchMode):
 
     def __init__(self, stale: Iterable[Tensor], refuse: Callable[[Tensor], Exception]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stale = {tensor.untyped_storage()._cdata: tensor for tensor in stale}
+        self._stale = {t.untyped_storage()._cdata: t for t in stale if t.layout is torch.strided}
         self._refuse = refuse
         self.error: Exception | None = None
         """What was raised; TorchScript turns exceptions into its own."""
@@ -55,9 +55,14 @@ class StaleGuard(TorchDispatchMode):
     ) -> Any:
         """Runs the operation, unless it reads a stale tensor."""
         for value in () if _off.value else tree_iter((args, kwargs)):
-            if isinstance(value, Tensor) and value.layout is torch.strided:
-                tensor = self._stale.get(value.untyped_storage()._cdata)
-                if tensor is not None:
-                    self.error = self._refuse(tensor)
-                    raise self.error
+            if isinstance(value, Tensor):
+                self.check(value)
         return func(*args, **(kwargs or {}))
+
+    def check(self, tensor: Tensor) -> None:
+        """Raises if a tensor is stale."""
+        if tensor.layout is torch.strided:
+            stale = self._stale.get(tensor.untyped_storage()._cdata)
+            if stale is not None:
+                self.error = self._refuse(stale)
+                raise self.error

@@ -28,6 +28,7 @@ __all__ = [
     "kind_of",
     "other_parameter",
     "parameter_names",
+    "raised_in_replay",
     "ran_backward",
     "returned_drifted",
     "returned_otherwise",
@@ -189,6 +190,11 @@ def _not_repeated(fn: Any, what: str, more: str = "") -> ReplayMismatchError:
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. {what}\n{_CAUSES}{more}"
     )
+
+
+def raised_in_replay(fn: Any) -> str:
+    """What to know of an exception in a replay, where the forward raised none."""
+    return f"{describe_function(fn)} raised this in its replay, in the backward, and not in its forward. {_CAUSES}"
 
 
 def ran_backward(fn: Any) -> ReplayMismatchError:

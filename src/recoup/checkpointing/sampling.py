@@ -5,28 +5,31 @@ NOTE [ Sampled comparison ]
 1. Watching every place where a function could find state never ends. What the forward saved is compared instead with
    what the replay saves, by digests, on the 1st, 2nd, 4th, 8th, … call of each call site: that finds whatever drifts,
    for whatever reason, and costs nothing in the long run.
-2. A call site is a module, or the code of a function.
-3. Where the contents differ, the function is replayed once more, and compared with its own first replay. If the two
-   are equal, it repeats itself, and what it depends on has changed since the forward: an error. If they differ by no
-   more than rounding, the device does not fix the order of its sums: one warning, and the site is not compared again.
-   If they differ by more, the function draws on something of its own: an error.
+2. A call site is a module, or the code of a function; for a function that captures a module, that module. Calls inside
+   a replay do not count: no backward reads what they save.
+3. Where the contents differ, the function is replayed once more, to its end, and its results are compared with the
+   forward's: their hashes, and some of their values. If they are the same, and the contents differ again, these are
+   memory that nobody filled (workspaces, seeds that were not read). If they differ by rounding, the device does not fix
+   the order of sums: one warning, and the site is not compared again. If they differ by more, what the function depends
+   on has changed: an error.
+4. One more call is compared a few calls later each time, so that it is not always the same one of a step's calls.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["is_close", "is_due", "never_again", "sampling"]
+from recoup.checkpointing.replay import depth
+
+__all__ = ["is_due", "never_again", "sampling"]
 
 
 class _Mode:
@@ -40,10 +43,10 @@ _mode = _Mode()
 class _Site:
     """Where calls come from: how many there were, and which is the next to be compared."""
 
-    __slots__ = ("count", "next", "reference")
+    __slots__ = ("count", "next", "power", "reference")
 
     def __init__(self, site: Any) -> None:
-        self.count, self.next = 0, 1
+        self.count, self.next, self.power = 0, 1, 1
         self.reference = weakref.ref(site, functools.partial(_forget, id(site)))
 
 
@@ -67,16 +70,22 @@ def sampling(samples: Literal["always", "never"]) -> Iterator[None]:
 
 def is_due(fn: Any) -> bool:
     """Counts a call, and says whether it is to be compared."""
-    if _mode.samples != "usual":
-        return _mode.samples == "always"
-    site = fn.__code__ if type(fn) is FunctionType else _site_of(fn)
+    if _mode.samples != "usual" or depth():
+        return _mode.samples == "always" and not depth()
+    site = fn.__code__ if type(fn) is FunctionType and not fn.__closure__ else _site_of(fn)
     known = _sites.get(id(site))
     if known is None:
         known = _sites[id(site)] = _Site(site)
     known.count += 1
-    if known.count != known.next:
+    if known.count != known.next or _is_capturing():
         return False
-    known.next *= 2
+    # Behind the 8th, 16th, 32nd, … call one more: the shifts go through all remainders of eight.
+    shift = (3 * known.power.bit_length() + 1) % 8 if known.power >= 8 else 0
+    if known.count == known.power and shift:
+        known.next = known.power + shift
+    else:
+        known.power *= 2
+        known.next = known.power
     return True
 
 
@@ -87,9 +96,23 @@ def never_again(fn: Any) -> None:
     known.next = 0
 
 
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: nothing may wait for the device then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not bound yet
+        return None
+
+
 def _site_of(fn: Any) -> Any:
     if type(fn) is FunctionType:
-        return fn.__code__
+        return next(
+            (cell for cell in map(_content, fn.__closure__ or ()) if isinstance(cell, Module)), fn.__code__
+        )
     if isinstance(fn, Module):
         return fn
     owner = getattr(fn, "__self__", None)
@@ -100,22 +123,3 @@ def _site_of(fn: Any) -> Any:
     if isinstance(fn, functools.partial):
         return _site_of(fn.func)
     return type(fn)
-
-
-def is_close(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors agree to half of their digits.
-
-    >>> is_close(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 + 1e-6]))
-    True
-    >>> is_close(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]))
-    False
-    """
-    if left.shape != right.shape or left.dtype != right.dtype or left.layout is not torch.strided:
-        return False
-    if not (left.is_floating_point() or left.is_complex()) or left.numel() == 0:
-        return torch.equal(left, right)
-    # Half of the digits: rounding grows within a unit. Compared with the largest value, since sums cancel.
-    tolerance = math.sqrt(torch.finfo(left.dtype).eps)
-    finite = left[left.isfinite()].abs()
-    scale = finite.max().item() if finite.numel() else 0.0
-    return torch.allclose(left, right, rtol=0.0, atol=tolerance * scale, equal_nan=True)
