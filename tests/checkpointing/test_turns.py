@@ -109,7 +109,7 @@ def test_forwards_that_run_a_backward_inside() -> None:
 def test_who_waits_too_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that waits for the thread whose backward waits for it."""
     monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(turns._turns, "are_off", False)
+    monkeypatch.setattr(turns, "_impatient", set())
     layer, has_begun, may_end = nn.BatchNorm1d(4), threading.Event(), threading.Event()
 
     def slow(x: Tensor) -> Tensor:

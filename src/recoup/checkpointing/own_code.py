@@ -7,9 +7,13 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from functools import lru_cache
+from os import sep
 from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
 
 __all__ = [
     "attribute_names",
@@ -23,8 +27,10 @@ __all__ = [
 
 _LIBRARIES = (
     *{sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(torch.__file__).parent),
     str(Path(__file__).parent.parent),  # ourselves
 )
+_FOLDERS = tuple(f"{folder.rstrip(sep)}{sep}" for folder in _LIBRARIES)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -34,7 +40,7 @@ def _remembered(fn: _F) -> _F:
 
 def is_library(file: str | None) -> bool:
     """Whether code is not the user's own: installed, or built in."""
-    return file is None or file.startswith(("<frozen", *_LIBRARIES))
+    return file is None or file.startswith(("<frozen", *_FOLDERS))
 
 
 def file_of(cls: type) -> str | None:
@@ -44,9 +50,18 @@ def file_of(cls: type) -> str | None:
     return getattr(sys.modules.get(cls.__module__), "__file__", None)
 
 
-@_remembered
+_own: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 def is_own(cls: type) -> bool:
     """Whether the user wrote a class, or it has no attributes but those that the user gives it."""
+    known = _own.get(cls)
+    if known is None:
+        known = _own[cls] = _is_own(cls)
+    return known
+
+
+def _is_own(cls: type) -> bool:
     return cls.__name__ in ("SimpleNamespace", "Namespace") or not is_library(file_of(cls))
 
 
@@ -69,9 +84,22 @@ def attribute_names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-@_remembered
-def methods_of_forward(cls: type) -> tuple[FunctionType, ...]:
+_methods: WeakKeyDictionary[type, tuple[Any, tuple[ref[FunctionType], ...]]] = WeakKeyDictionary()
+"""With the forward that they were found from, which may be replaced; weakly, since methods may refer to their class."""
+
+
+def methods_of_forward(cls: type) -> list[FunctionType]:
     """The methods of the user's own that a class's forward leads to, by the names that it reads."""
+    forward = getattr(cls, "forward", None)
+    known = _methods.get(cls)
+    if known is None or known[0]() is not forward:
+        if not isinstance(forward, FunctionType):
+            return []
+        known = _methods[cls] = ref(forward), tuple(map(ref, _find_methods(cls)))
+    return [method for reference in known[1] if (method := reference()) is not None]
+
+
+def _find_methods(cls: type) -> list[FunctionType]:
     methods = {
         name: item
         for base in reversed(cls.__mro__)
@@ -79,16 +107,16 @@ def methods_of_forward(cls: type) -> tuple[FunctionType, ...]:
         for name, item in vars(base).items()
         if isinstance(item, FunctionType)
     }
-    found, waiting = {}, ["forward"]
+    found: dict[str, FunctionType] = {}
+    waiting = ["forward"]
     while waiting:
         name = waiting.pop()
         if name in methods and name not in found:
             found[name] = methods[name]
             waiting += attribute_names(methods[name].__code__)
-    return tuple(found.values())
+    return list(found.values())
 
 
-@_remembered
 def slots_of(cls: type) -> tuple[Any, ...]:
     """The descriptors of an object's slots, which know their names as they are."""
     bases = [base for base in cls.__mro__ if "__slots__" in vars(base)]

@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 _EMPTY = object()
+_MOST_ITEMS = 1000
 
 
 class GlobalName(NamedTuple):
@@ -113,13 +114,27 @@ def without_history(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def bare(value: Any) -> Any:
+def bare(value: Any, deepest: int = 4) -> Any:
     """A value to be held: tensors without history, since a graph would lead to whatever was computed before."""
     if isinstance(value, Tensor):
         return without_history(value)
     if isinstance(value, tuple):
-        items = [bare(item) for item in value]
+        items = [bare(item, deepest - 1) for item in value] if deepest else list(value)
         if not any(map(is_not, items, value)):
             return value
-        return value._make(items) if hasattr(value, "_make") else tuple(items)
+        if hasattr(type(value), "n_sequence_fields"):  # what torch.max and others return
+            return type(value)(items)
+        made = tuple.__new__(type(value), items)
+        if hasattr(value, "__dict__"):
+            made.__dict__.update(value.__dict__)
+        return made
+    if type(value) in (list, dict) and 0 < len(value) <= _MOST_ITEMS and deepest:
+        found = {key: bare(item, deepest - 1) for key, item in _pairs(value)}
+        if not any(map(is_not, found.values(), value.values() if isinstance(value, dict) else value)):
+            return value
+        return found if isinstance(value, dict) else list(found.values())
     return value
+
+
+def _pairs(value: Any) -> Any:
+    return value.items() if isinstance(value, dict) else enumerate(value)

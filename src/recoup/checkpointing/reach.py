@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
+from contextlib import suppress
+from inspect import getattr_static
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,6 +19,7 @@ from recoup.checkpointing.places import GlobalName, without_history
 __all__ = ["Reach"]
 
 _MOST_ITEMS = 1000
+_DEEPEST = 40
 _REACHED = (Module, Tensor, Generator)
 # Nothing that a replay could find changed; most globals that a function names are of these kinds.
 _FIXED = (ModuleType, type, BuiltinFunctionType, int, float, str)
@@ -28,10 +32,11 @@ class Reach:
     Attributes:
         roots: modules and tensors, with their names.
         generators: of random numbers.
+        originals: the tensors with a history among the roots, which are held without.
         bindings: variables of the function itself, with what they refer to: closure cells and globals.
     """
 
-    __slots__ = ("_binds", "_budget", "_seen", "bindings", "generators", "roots")
+    __slots__ = ("_binds", "_budget", "_depth", "_seen", "bindings", "generators", "originals", "roots")
 
     def __init__(self, fn: Any, arguments: list[Any]) -> None:
         self.generators: list[Generator] = []
@@ -39,6 +44,8 @@ class Reach:
         self.bindings: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._budget = _MOST_ITEMS
+        self._depth = 0
+        self.originals: list[weakref.ref[Tensor]] = []
         self._binds = True
         """Whether variables are noted, or only looked through."""
         self._find("", fn)
@@ -65,12 +72,18 @@ class Reach:
         elif isinstance(value, Module):
             self.roots.append((name, value))
         elif isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                self.originals.append(weakref.ref(value))
             self.roots.append((name, without_history(value)))
         elif isinstance(value, Generator):
             self.generators.append(value)
         elif not isinstance(value, _FIXED) and value is not None and id(value) not in self._seen:
             self._seen.add(id(value))
-            self._find_inside(name, value)
+            if self._depth < _DEEPEST:
+                self._depth += 1
+                with suppress(Exception):  # objects may raise whatever they want when they are looked at
+                    self._find_inside(name, value)
+                self._depth -= 1
 
     def _find_helper(self, fn: FunctionType) -> None:
         if id(fn) not in self._seen and not is_library(fn.__code__.co_filename):
@@ -103,7 +116,7 @@ class Reach:
             value = known[name]
             if isinstance(value, FunctionType):
                 self._find_helper(value)
-            elif not isinstance(value, _FIXED[:3]):
+            elif not isinstance(value, (ModuleType, type, BuiltinFunctionType)):
                 if binds:
                     self.bindings.append((GlobalName(known, name), value))
                 if isinstance(value, (*_REACHED, *_SEQUENCES, dict)) or is_own(type(value)):
@@ -122,15 +135,15 @@ class Reach:
         elif isinstance(value, _SEQUENCES):
             if len(value) <= self._budget:
                 self._budget -= len(value)
-                for index, item in enumerate(value):
+                for index, item in enumerate(list(value)):  # another thread may be filling it
                     self._find(f"{name}[{index}]", item)
         elif isinstance(value, dict):
             if len(value) <= self._budget:
                 self._budget -= len(value)
-                for key, item in value.items():
+                for key, item in list(value.items()):
                     self._find(f"{name}[{key!r}]", item)
         else:
-            self._find(name, getattr(value, "__wrapped__", None))
+            self._find(name, getattr_static(value, "__wrapped__", None))
             self._find_attributes(name, value)
 
     def _find_attributes(self, name: str, owner: Any) -> None:

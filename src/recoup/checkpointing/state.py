@@ -28,6 +28,7 @@ NOTE [ The replay sees what the forward saw ]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -47,6 +48,7 @@ __all__ = ["FunctionState"]
 _SMALL_BYTES = 64 * 1024
 _MOST_ITEMS = 1000
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
 
 
 class FunctionState:
@@ -114,32 +116,35 @@ class FunctionState:
             if isinstance(value, (dict, list)):
                 if not value:  # as most of a module's own dictionaries are: the cheapest of checks is enough
                     self._empty.append(value)
-                elif len(value) <= _MOST_ITEMS:
+                elif len(value) <= _MOST_ITEMS or name in _STRUCTURE:
                     items = value.copy()
                     self._noted.append((value, items))
                     for key in value if isinstance(value, dict) else range(len(value)):
-                        self._note_item(name, items, key, stack)
+                        if self._note_item(name, items, key, stack):
+                            noted[name] = items  # the container itself leads to a history
             else:
                 self._note_item(name, noted, name, stack)
         if buffers := attributes["_buffers"]:
             self._buffers.append([value for value in buffers.values() if value is not None])
 
-    def _note_item(self, name: str, items: Any, key: Any, stack: list[Module]) -> None:
-        """Looks at an item of a copy, and strips it of its history there."""
-        item = items[key]
+    def _note_item(self, name: str, items: Any, key: Any, stack: list[Module]) -> bool:
+        """Looks at an item of a copy; returns whether it had a history, of which it is stripped there."""
+        then = item = items[key]
         if isinstance(item, Tensor):
             if item.grad_fn is not None:
+                self._reach.originals.append(weakref.ref(item))
                 item = items[key] = without_history(item)
             if name != "_buffers":
                 self._tensors.append(item)
         elif isinstance(item, Module):
             stack.append(item)
         elif type(item) not in _PLAIN:
-            if isinstance(item, tuple):
-                if all(type(part) in _PLAIN for part in item):
-                    return
-                item = items[key] = bare(item)
+            if isinstance(item, tuple) and all(type(part) in _PLAIN for part in item):
+                return False
             self._reach.add_attribute(name, item)
+            if isinstance(item, (tuple, list, dict)):
+                item = items[key] = bare(item)
+        return item is not then
 
     def _copy_buffers(self, preserve: bool) -> None:
         found = {id(b): b for group in self._buffers for b in group if not b.is_inference()}
@@ -204,8 +209,11 @@ class FunctionState:
             if tensor.requires_grad != then and tensor.is_leaf:
                 stack.callback(tensor.requires_grad_, not then)
                 tensor.requires_grad_(then)
-        hooks = [(t, [h and h.copy() for h in _hooks_of(t)]) for t in self._tensors if any(_hooks_of(t))]
-        stack.callback(_put_hooks, self._tensors, hooks)
+        tensors = self._tensors
+        if self._reach.originals:
+            tensors = [*tensors, *(t for original in self._reach.originals if (t := original()) is not None)]
+        hooks = {id(t): [h and h.copy() for h in _hooks_of(t)] for t in tensors if any(_hooks_of(t))}
+        stack.callback(_put_hooks, tensors, hooks)
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
@@ -216,28 +224,40 @@ def _copied(tensors: list[Tensor]) -> list[Tensor]:
         shared = _shared_storages(tensors) if len(tensors) > 1 else {}
         if not shared:
             return [tensor.detach().clone() for tensor in tensors]
-        storages = {key: storage.clone() for key, storage in shared.items()}
+        ranges = {key: _copied_range(some) for key, some in shared.items()}
         return [
-            torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-                storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
-            )
-            if (key := _storage_key(tensor)) in storages
+            _view_of(*ranges[key], tensor)
+            if (key := _storage_key(tensor)) in ranges
             else tensor.detach().clone()
             for tensor in tensors
         ]
 
 
-def _shared_storages(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """The storages that more than one of the tensors has."""
-    found: dict[int, Any] = {}
-    shared: dict[int, Any] = {}
+def _shared_storages(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+    """The tensors that have a storage together with others, by storage."""
+    found: dict[int, list[Tensor]] = {}
     for tensor in tensors:
-        key = _storage_key(tensor)
-        if key in found:
-            shared[key] = found[key]
-        elif key:
-            found[key] = tensor.untyped_storage()
-    return shared
+        if key := _storage_key(tensor):
+            found.setdefault(key, []).append(tensor)
+    return {key: some for key, some in found.items() if len(some) > 1}
+
+
+def _copied_range(tensors: list[Tensor]) -> tuple[Any, int]:
+    """A copy of the bytes from the first to the last of some tensors in one storage, and where it began there."""
+    begins = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
+    spans = [sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)) + 1 for t in tensors]
+    ends = [b + n * t.element_size() for b, n, t in zip(begins, spans, tensors, strict=True)]
+    begin = min(begins) // 16 * 16  # no element of any type is cut
+    whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    whole.set_(tensors[0].untyped_storage(), begin, (max(ends) - begin,), (1,))
+    return whole.clone().untyped_storage(), begin
+
+
+def _view_of(storage: Any, begin: int, tensor: Tensor) -> Tensor:
+    offset = tensor.storage_offset() - begin // tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, offset, tensor.shape, tensor.stride()
+    )
 
 
 def _storage_key(tensor: Tensor) -> int:
@@ -251,12 +271,12 @@ def _hooks_of(tensor: Tensor) -> tuple[Any, Any]:
     return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
-def _put_hooks(tensors: list[Tensor], before: list[tuple[Tensor, list[Any]]]) -> None:
+def _put_hooks(tensors: list[Tensor], before: dict[int, list[Any]]) -> None:
     """Takes away what was registered on tensors meanwhile."""
     for tensor in tensors:
         for place, hooks in enumerate(_hooks_of(tensor)):
             if hooks:
-                then = next((found[place] for known, found in before if known is tensor), None) or {}
+                then = before.get(id(tensor), (None, None))[place] or {}
                 if hooks.keys() != then.keys():
                     hooks.clear()
                     hooks.update(then)

@@ -142,5 +142,5 @@ def _results(call: UnitCall, recipe: Recipe) -> Results:
     with torch.no_grad():
         for buffer, value in buffers.items():
             buffer.copy_(value)
-    found = zip(named, gradients[1:], strict=False)
+    found = zip(["its input", *named], gradients, strict=False)
     return results | {f"gradient of {name}": on_host(g) for name, g in found if g is not None}

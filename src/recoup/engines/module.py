@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
-from recoup.checkpointing.turns import begin_turn, end_turn
+from recoup.checkpointing.turns import begin_turn, end_turn, joined
 from recoup.engines.by_policy import arrange
 from recoup.engines.plans import ModelPlan
 from recoup.engines.running import Nesting, PlannedCall, Run
@@ -69,15 +70,17 @@ class _Root(_Planned):
         engine.reset()
         if engine.depth == 0:
             engine.watch.before(self.module, self.original, args, kwargs)
-        engine.depth += 1
         taken = begin_turn()  # units that are kept draw from the same generators
+        engine.depth += 1
+        before, engine.watch.thread = engine.watch.thread, get_ident() if taken else engine.watch.thread
         try:
             output = self.original(*args, **kwargs)
         finally:
-            if taken:
-                end_turn()
+            engine.watch.thread = before
             engine.depth -= 1
             engine.reset()
+            if taken:
+                end_turn()
         if engine.depth == 0:
             engine.watch.after(output)
         return output
@@ -103,7 +106,12 @@ class _UnitForward(_Planned):
             return self.original(*args, **kwargs)
         if engine.watch.is_recomputed_by_others():
             return self.original(*args, **kwargs)
-        return engine.run(PlannedCall(self._unit(), self.module, self.original, engine), *args, **kwargs)
+        call = PlannedCall(self._unit(), self.module, self.original, engine)
+        if engine.depth or engine.watch.thread is None:
+            return engine.run(call, *args, **kwargs)
+        # A thread of the model's own, beside the one that runs the model.
+        with joined(engine.watch.thread):
+            return engine.run(call, *args, **kwargs)
 
     def _unit(self) -> int:
         if len(self.units) == 1:

@@ -79,6 +79,8 @@ class Watch:
         self._names: tuple[str, ...] | None = None
         self._graphs: list[weakref.ref[_Graph]] = []
         self._here = _Here()
+        self.thread: int | None = None
+        """The thread that runs the model now."""
         self._parameter: Callable[[], Tensor | None] = _nothing
         self._trained: list[weakref.ref[nn.Parameter]] | None = None
 
