@@ -396,3 +396,20 @@ def test_changed_behind_hooks_that_hand_back_the_same_memory() -> None:
     h.add_(1)
     with pytest.raises(InputChangedError, match="'h' was changed in place"):
         loss.backward()
+
+
+def test_a_frozen_weight_that_changed_is_refused_before_the_replay_stops() -> None:
+    """It is the last tensor that the backward needs, and the replay stops when autograd saves it."""
+    frozen = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh(), nn.Conv2d(3, 1, 1)).requires_grad_(False)
+    loss = Checkpoint(check="metadata")(frozen, torch.ones(1, 3, 2, 2, requires_grad=True) * 1).sum()
+    changed(frozen[2].weight)
+    with pytest.raises(InputChangedError, match=r"parameter '2.weight' of Sequential"):
+        loss.backward()
+
+
+def test_a_captured_scale_that_changed_is_refused() -> None:
+    scale = torch.ones(4)
+    loss = Checkpoint(check="metadata")(lambda x: x * scale, make()).sum()
+    changed(scale)
+    with pytest.raises(InputChangedError, match="captured tensor 'scale'"):
+        loss.backward()

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 import recoup
 from recoup import Checkpoint, checkpoint
 from recoup.errors import ReplayMismatchError
+from recoup.measuring import MemoryTracker
 
 
 def make(*shape: int) -> Tensor:
@@ -286,3 +287,126 @@ def test_the_last_output_does_not_lead_to_all_inputs(where: str) -> None:
         assert sum(reference() is not None for reference in inputs) <= 1
     finally:
         gc.enable()
+
+
+class Rebinding(nn.Module):
+    """Binds a new container to its last output each time."""
+
+    def __init__(self, make_last: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.make_last = make_last
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).sin()
+        self.last = self.make_last(y)
+        return y * 1
+
+
+@pytest.mark.parametrize(
+    "make_last", [lambda y: [y], lambda y: {"y": y}, lambda y: {"a": [y]}, lambda y: (y, [y])]
+)
+def test_a_container_that_is_made_anew_does_not_lead_to_all_inputs(make_last: Any) -> None:
+    model, inputs = Rebinding(make_last), []
+    gc.disable()
+    try:
+        for _ in range(20):
+            x = make()
+            inputs.append(weakref.ref(x))
+            checkpoint(model, x)
+            del x
+        assert sum(reference() is not None for reference in inputs) <= 1
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("hold", [lambda h: [h], lambda h: {"k": [h]}, lambda h: (h,)])
+def test_hooks_on_a_tensor_with_a_history_run_once(hold: Any) -> None:
+    def run(call: Any) -> Tensor:
+        x, y = torch.full((3,), 0.5, requires_grad=True), torch.full((3,), 0.7, requires_grad=True)
+        held = hold(x * 2)
+
+        def find(held: Any) -> Tensor:
+            while not isinstance(held, Tensor):
+                held = next(iter(held.values() if isinstance(held, dict) else held))
+            return held
+
+        def fn(y: Tensor) -> Tensor:
+            find(held).register_hook(lambda gradient: gradient * 2)
+            return (find(held) * y).exp()
+
+        call(fn, y * 1).sum().backward()
+        return x.grad
+
+    assert torch.equal(run(checkpoint), run(lambda fn, y: fn(y)))
+
+
+def test_hooks_of_accumulated_gradients_on_an_argument_run_once() -> None:
+    weight = torch.ones(4, requires_grad=True)
+
+    def fn(x: Tensor, weight: Tensor) -> Tensor:
+        weight.register_post_accumulate_grad_hook(double)
+        return (x * weight).sin()
+
+    checkpoint(fn, make(), weight).sum().backward()
+    assert len(weight._post_accumulate_grad_hooks) == 1
+
+
+def test_aliased_buffers_are_copied_without_the_rest_of_their_memory() -> None:
+    whole = torch.zeros(1_000_000)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.register_buffer("a", whole[500_000:500_004])
+    model.register_buffer("b", whole[500_002:500_008])
+    with MemoryTracker() as memory:
+        y = checkpoint(model, make())
+        assert memory.current_bytes < 4096
+        y.sum().backward()
+
+
+def test_what_torch_returns_keeps_its_names() -> None:
+    x, y = torch.randn(3, 4, requires_grad=True), make(3)
+    found = (x * 2).max(dim=1)
+    checkpoint(lambda y: (y * found.values).exp(), y).sum().backward()
+    assert x.grad is not None
+
+
+def test_more_children_than_items_are_looked_at() -> None:
+    norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(1001))
+    for _ in range(3):
+        checkpoint(lambda x: norms[7](x).sin(), make(3, 4)).sum().backward()
+    assert norms[7].num_batches_tracked.item() == 3
+
+
+class Node:
+    def __init__(self, after: Any) -> None:
+        self.after = after
+
+
+class Strange:
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_deep_and_strange_objects_are_in_nobodys_way() -> None:
+    node: Any = None
+    for _ in range(400):
+        node = Node(node)
+    strange = Strange()
+    checkpoint(lambda x: (x, node, strange)[0].sin(), make()).sum().backward()
+
+
+def test_classes_are_not_kept_alive() -> None:
+    def build() -> Any:
+        held = torch.ones(4)
+
+        class Local(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().__repr__() and (x * held).sin()
+
+        checkpoint(Local(), make()).sum().backward()
+        return weakref.ref(held)
+
+    held = build()
+    gc.collect()
+    assert held() is None

@@ -126,3 +126,24 @@ def test_who_waits_too_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end.set()
     other.join()
     assert (turns._turns.thread, turns._turns.depth) == (None, 0)
+
+
+def test_slow_forwards_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three threads, each of whose forwards takes longer than a third of the patience."""
+    monkeypatch.setattr(turns, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(turns, "_impatient", set())
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def slow(x: Tensor) -> Tensor:
+        threading.Event().wait(0.1)
+        return layer(x).sin()
+
+    inputs = torch.randn(THREADS, 3, 2, 4, requires_grad=True)
+
+    def work(index: int) -> int:
+        for x in inputs[index]:
+            Checkpoint(check="values")(slow, x * 1).sum().backward()
+        return index
+
+    assert run_in_threads(work) == list(range(THREADS))
+    assert not turns._impatient

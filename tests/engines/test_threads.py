@@ -6,7 +6,9 @@ import copy
 import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.engines import is_applied
+from recoup.policies import UniformSegments
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model is called while")
 
@@ -138,3 +141,26 @@ def test_a_backward_in_another_thread_runs_inner_units_plainly() -> None:
     thread.start()
     thread.join()
     assert all(map(torch.equal, [parameter.grad for parameter in model.parameters()], expected))
+
+
+class Pooled(nn.Module):
+    """Runs its blocks on threads of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(4) as pool:
+            return sum(pool.map(lambda block: block(x), self.blocks))
+
+
+def test_threads_of_the_model_join_its_turn() -> None:
+    torch.manual_seed(0)
+    model, x = Pooled(), torch.randn(32, 8)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), model.blocks[0][0].weight)
+    recoup.apply(model, UniformSegments(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody waits in vain
+        (found,) = torch.autograd.grad(model(x).square().sum(), model.blocks[0][0].weight)
+    assert torch.equal(found, expected)

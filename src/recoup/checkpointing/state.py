@@ -118,10 +118,12 @@ class FunctionState:
                     self._empty.append(value)
                 elif len(value) <= _MOST_ITEMS or name in _STRUCTURE:
                     items = value.copy()
-                    self._noted.append((value, items))
-                    for key in value if isinstance(value, dict) else range(len(value)):
-                        if self._note_item(name, items, key, stack):
-                            noted[name] = items  # the container itself leads to a history
+                    keys = value if isinstance(value, dict) else range(len(value))
+                    had_history = [self._note_item(name, items, key, stack) for key in keys]
+                    if any(had_history) and name not in _STRUCTURE:
+                        noted[name] = items  # the container itself leads to that history
+                    else:
+                        self._noted.append((value, items))
             else:
                 self._note_item(name, noted, name, stack)
         if buffers := attributes["_buffers"]:
@@ -248,9 +250,9 @@ def _copied_range(tensors: list[Tensor]) -> tuple[Any, int]:
     spans = [sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)) + 1 for t in tensors]
     ends = [b + n * t.element_size() for b, n, t in zip(begins, spans, tensors, strict=True)]
     begin = min(begins) // 16 * 16  # no element of any type is cut
-    whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-    whole.set_(tensors[0].untyped_storage(), begin, (max(ends) - begin,), (1,))
-    return whole.clone().untyped_storage(), begin
+    size = tensors[0].element_size()
+    span = tensors[0].detach().as_strided((-(-(max(ends) - begin) // size),), (1,), begin // size)
+    return span.clone().untyped_storage(), begin
 
 
 def _view_of(storage: Any, begin: int, tensor: Tensor) -> Tensor:
