@@ -9,6 +9,7 @@ import torch
 import zoo
 from torch import nn
 
+from recoup.checkpointing.sampling import sampling
 from recoup.measuring.intercept import intercepted
 from recoup.measuring.isolate import measure_bytes, time_call
 from recoup.measuring.meter import Meter, make_meter
@@ -37,7 +38,7 @@ def test_bytes_are_the_same_each_time(meter: Meter) -> None:
     call = call_of(unit, sample.cuda().requires_grad_())
     inside = ("router", *(f"experts.{index}" for index in range(4)))
     modules = {unit.get_submodule(name): InnerForward(unit.get_submodule(name)) for name in inside}
-    with intercepted(modules):
+    with intercepted(modules), sampling("never"):
         for recipe in (KEEP, RECOMPUTE, Recipe(inner=inside[:3]), Recipe(whole=True, inner=inside)):
             measure_bytes(call, recipe, meter)  # makes the libraries' workspaces
             measured = [measure_bytes(call, recipe, meter) for _ in range(40)]
