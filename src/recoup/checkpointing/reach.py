@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections import deque
 from contextlib import suppress
-from inspect import getattr_static
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -143,7 +142,7 @@ class Reach:
                 for key, item in list(value.items()):
                     self._find(f"{name}[{key!r}]", item)
         else:
-            self._find(name, getattr_static(value, "__wrapped__", None))
+            self._find(name, _wrapped(value))
             self._find_attributes(name, value)
 
     def _find_attributes(self, name: str, owner: Any) -> None:
@@ -180,6 +179,13 @@ def _name_inside(root: Module, tensor: Tensor, prefix: str) -> str | None:
         for key, value in module.__dict__.items():
             if isinstance(value, Tensor) and (value is tensor or value.data_ptr() == tensor.data_ptr()):
                 return f"attribute {prefix + '.'.join(filter(None, (path, key)))!r}"
+    return None
+
+
+def _wrapped(value: Any) -> Any:
+    """What a wrapper says that it wraps; not what an object makes up for any name."""
+    if "__wrapped__" in getattr(value, "__dict__", ()) or hasattr(type(value), "__wrapped__"):
+        return getattr(value, "__wrapped__", None)
     return None
 
 
