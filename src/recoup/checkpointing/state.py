@@ -22,7 +22,8 @@ NOTE [ The replay sees what the forward saw ]
    runs under a guard that raises when an operation really reads that tensor, and names it.
 6. Noted tensors are held without their history: a frame that held a graph would chain to the frames before it.
 7. Sharded parameters (DTensor) are swapped by their owner around every use; rule 2 leaves them alone.
-8. Hooks that the forward registered on watched tensors are in place; those that the replay adds are taken away.
+8. Hooks that the forward registered on tensors that it reaches are in place; those that the replay adds are taken
+   away.
 9. Replays that put something back have the process to themselves: see NOTE [ Threads ].
 """
 
