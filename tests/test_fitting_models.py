@@ -283,7 +283,7 @@ def test_a_resnet_of_transformers_at_its_smallest_budget(layer_type: str) -> Non
 
 
 def convolutions() -> Case:
-    """Two stages with BatchNorm, which are predicted to need more than they do."""
+    """Two stages with BatchNorm, whose buffers segments copy."""
     torch.manual_seed(0)
     layers = [
         nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
