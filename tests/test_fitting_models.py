@@ -263,19 +263,63 @@ def test_transformers(name: str, share: float | None) -> None:
     recoup.remove(case.model)
 
 
-@pytest.mark.parametrize("layer_type", ["basic", "bottleneck"])
-def test_a_resnet_of_transformers_at_its_smallest_budget(layer_type: str) -> None:
+def resnet_case(layer_type: str) -> Case:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type=layer_type, num_labels=3
     )
     model = transformers.ResNetForImageClassification(config).train()
-    case = Case(model, {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(3, (4,))})
+    return Case(model, {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(3, (4,))})
+
+
+@pytest.mark.parametrize("layer_type", ["basic", "bottleneck"])
+def test_a_resnet_of_transformers_at_its_smallest_budget(layer_type: str) -> None:
+    case = resnet_case(layer_type)
     seen = case.fit_smallest()
     assert seen.verification.peak_bytes <= seen.plan.budget_bytes
     assert seen.verification.gradients == "bit-equal"
     case.assert_trains_the_same()
+
+
+def convolutions() -> Case:
+    """Two stages with BatchNorm, whose buffers segments copy."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        for _ in range(6)
+    ]
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Sequential(*layers[:4]),
+        nn.Sequential(*layers[4:]),
+        nn.Conv2d(8, 1, 1),
+    )
+    return Case(model, torch.randn(4, 3, 16, 16), torch.sum)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        convolutions,
+        functools.partial(resnet_case, "basic"),
+        functools.partial(transformers_case, "ViT"),
+    ],
+    ids=["convolutions", "ResNet", "ViT"],
+)
+def test_a_refusal_names_what_a_real_step_took_whatever_was_asked(make: Any) -> None:
+    case = make()
+
+    def named(budget: int) -> int:
+        with pytest.raises(BudgetError, match="verified on a real step") as caught:
+            case.fit(budget)
+        return caught.value.smallest_bytes
+
+    smallest = named(1)
+    assert named(case.profile.residents.optimizer_peak_bytes + 1) == named(smallest - 1) == smallest
+    assert case.fit(smallest).verification.peak_bytes == smallest
+    recoup.remove(case.model)
 
 
 # Against torch's checkpoint on every block

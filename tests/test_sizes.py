@@ -31,6 +31,20 @@ def test_refuses_other_types(bad: object) -> None:
         parse_bytes(bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("bad", [2**63, 10**400, "9" * 30 + "GiB", "8388608TiB"])
+def test_refuses_more_than_any_machine_has(bad: int | str) -> None:
+    with pytest.raises(SizeError, match=r"A size is at most 2\*\*63 - 1 bytes \(8388608 TiB\)"):
+        parse_bytes(bad)
+    assert parse_bytes(2**63 - 1) == 2**63 - 1
+
+
+def test_refuses_numbers_of_more_digits_than_python_reads() -> None:
+    with pytest.raises(SizeError, match="Write a number and a unit"):
+        parse_bytes("9" * 5000 + "B")
+    with pytest.raises(SizeError, match="A size is at most"):
+        parse_bytes(10**5000)
+
+
 def test_refuses_negative_numbers() -> None:
     with pytest.raises(SizeError, match="cannot be negative; got -3 bytes"):
         parse_bytes(-3)

@@ -206,7 +206,7 @@ class _Fitting:
             BudgetError: nothing fits; the budget that it names was verified where a step could be run.
         """
         tried: list[tuple[Profile, Audit]] = []
-        for profile, audit in self._profiles(units, budget_bytes):
+        for profile, audit in self._profiles(units):
             tried.append((profile, audit))
             note("planning", 0, 1)
             try:
@@ -222,8 +222,6 @@ class _Fitting:
         )
         refused: list[tuple[ModelPlan, int]] = []
         for chosen, audit in least:
-            if refused and smallest_budget(chosen) >= min(smallest_budget(*one) for one in refused):
-                break
             chosen = replace(chosen, budget_bytes=budget_bytes)
             seen = self._try_anyway(chosen) if verifies else 0
             if isinstance(seen, Verification):
@@ -232,10 +230,8 @@ class _Fitting:
         chosen, peak_bytes = min(refused, key=lambda one: smallest_budget(*one))
         raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
 
-    def _profiles(
-        self, units: Units | Iterable[Units] | None, budget_bytes: int
-    ) -> Iterator[tuple[Profile, Audit]]:
-        """The step measured in one way after the other, each finer than the one before.
+    def _profiles(self, units: Units | Iterable[Units] | None) -> Iterator[tuple[Profile, Audit]]:
+        """The step measured in one way after the other, each finer than the one before, whatever the budget.
 
         Units that stand in the way of a budget are split into what they call. Where that does not help, and nothing was
         said of the model's output, it is taken to be let go of.
@@ -250,9 +246,10 @@ class _Fitting:
                 break  # what the unit calls cannot be units
             profile = found[-1][0].profile(self.holds_output is not False)
             yield profile, self.audit
-            # No unit stands in the way of a budget below what the optimizer's own step needs.
-            is_hopeless = profile.residents.optimizer_peak_bytes > budget_bytes
-            wanted = None if is_hopeless or units is not None else self._split(profile)
+            least = tightest(profile)
+            # Finer units need no less than the optimizer's own step does.
+            is_least = least.predicted_bytes <= profile.residents.optimizer_peak_bytes
+            wanted = None if is_least or units is not None else self._split(least)
             if wanted is None:
                 break
         if self.holds_output is None and self.step.step is None:
@@ -268,9 +265,10 @@ class _Fitting:
         self.audit = audit_step(step, units, only=indices)
         return {} if self.insist else self.audit.unsafe
 
-    def _split(self, profile: Profile) -> list[nn.Module] | None:
+    def _split(self, least: ModelPlan) -> list[nn.Module] | None:
         """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""
-        found = profile.units[tightest(profile).schedule.predicted.peak.unit]
+        profile = least.profile
+        found = profile.units[least.schedule.predicted.peak.unit]
         if found.module is None:
             return None
         with suspended(self.step.model), without_caches(self.step.model), self.step.preserved():

@@ -111,8 +111,13 @@ class Policy(ABC):
             raise PolicyError(f"{self} decides by cost, and none was given for unit {unit!r}. Pass cost=….")
         return self._keeps_unit(unit, 0.0 if cost is None else cost)
 
-    def for_names(self, names: Sequence[str]) -> Policy:
+    def for_names(self, names: Sequence[str], *, first_unit: int | None = None) -> Policy:
         """This policy for units with these names: `KeepUnits` then has their numbers instead.
+
+        Args:
+            names: of all units.
+            first_unit: where these are the names of a part: the number of its first unit. What the policy names
+                besides may be in other parts.
 
         Raises:
             PolicyError: it names a unit that there is not.
@@ -233,12 +238,12 @@ class KeepUnits(_UnitPolicy):
             self, "units", tuple(sorted(units, key=lambda unit: (isinstance(unit, str), unit)))
         )
 
-    def for_names(self, names: Sequence[str]) -> KeepUnits:
+    def for_names(self, names: Sequence[str], *, first_unit: int | None = None) -> KeepUnits:
         """With the numbers of the units that it names."""
         for unit in self.units:
-            if isinstance(unit, str) and unit not in names:
+            if first_unit is None and isinstance(unit, str) and unit not in names:
                 raise PolicyError(f"{self} names {unit!r}, and there is no such unit. {_known(unit, names)}")
-        numbers = [number for number, name in enumerate(names) if name in self.units]
+        numbers = [number for number, name in enumerate(names, first_unit or 0) if name in self.units]
         return KeepUnits((*(unit for unit in self.units if not isinstance(unit, str)), *numbers))
 
     def _keeps(self, num_units: int, costs: tuple[float, ...]) -> tuple[bool, ...]:

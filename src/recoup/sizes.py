@@ -14,7 +14,8 @@ _FACTORS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_MOST_BYTES = 2**63 - 1
+_PATTERN = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]+)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
@@ -23,7 +24,7 @@ def parse_bytes(size: int | str) -> int:
     Fractions of a byte are rounded down, so that a limit never grows by being read.
 
     Raises:
-        SizeError: if it is negative, has no unit, or is not a size.
+        SizeError: if it is negative, more than 2**63 - 1 bytes, has no unit, or is not a size.
 
     >>> parse_bytes("8GiB")
     8589934592
@@ -37,7 +38,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int):
         if size < 0:
             raise SizeError(f"A size cannot be negative; got {size} bytes.")
-        return size
+        return _limited(size)
     match = _PATTERN.fullmatch(size)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
@@ -46,7 +47,15 @@ def parse_bytes(size: int | str) -> int:
         )
     whole, _, fraction = match[1].partition(".")
     denominator: int = 10 ** len(fraction)
-    return int(whole + fraction) * factor // denominator
+    return _limited(int(whole + fraction) * factor // denominator)
+
+
+def _limited(size: int) -> int:
+    if size > _MOST_BYTES:
+        raise SizeError(
+            f"A size is at most 2**63 - 1 bytes ({format_bytes(_MOST_BYTES)}); give a smaller one."
+        )
+    return size
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -560,6 +560,7 @@ def test_a_part_counts_from_its_first_unit() -> None:
     run = chain.forward(x, policy=EveryN(4), first_unit=3)
     assert run.held_units() == (4, 8)
     assert run.store.num_units == 10
+    assert chain.forward(x, policy=EveryN(4), first_unit=np.int64(3)).held_units() == (4, 8)
     with pytest.raises(UnitRangeError, match="Unit 2 is out of range: the chain has 7 units, counted from 3"):
         run.activation(2)
     with pytest.raises(PolicyError, match="cannot decide about one as it comes"):
@@ -592,6 +593,16 @@ def test_steps_are_named_by_a_policy() -> None:
     steps = [Step(lambda x: x + 1, lambda x, grad: grad, name) for name in ("a", "b", "a", "c")]
     assert Chain(steps).forward(np.zeros(2), policy=KeepUnits(["a"])).held_units() == (0, 2)
     assert Chain([*steps, Step(abs)]).forward(np.zeros(2), policy=KeepUnits("abs")).held_units() == (4,)
+
+
+@pytest.mark.parametrize("units", [["s1", "s4"], [1, 4], [1, "s4"]])
+def test_a_policy_names_steps_of_several_parts(units: list[int | str]) -> None:
+    chain = Chain([Step(lambda x: x + 1, lambda x, grad: grad, f"s{unit}") for unit in range(6)])
+    store, x = ActivationStore(), np.zeros(2)
+    for start in (0, 3):
+        part = Chain(chain.steps[start : start + 3])
+        x = part.forward(x, policy=KeepUnits(units), store=store, first_unit=start).output
+    assert store.held_units() == chain.forward(np.zeros(2), policy=KeepUnits(units)).held_units() == (1, 4)
 
 
 def test_runs_and_chains_print_well() -> None:

@@ -138,7 +138,7 @@ ALTERED: dict[str, tuple[dict[str, Any], str]] = {
     "no number": ({"budget_bytes": "1GiB"}, "The plan's 'budget_bytes' is '1GiB'"),
     "another budget": (
         {"budget_bytes": 10**6},
-        "The plan's 'checksum' is not that of its budget_bytes, solver and bound",
+        "The plan's 'checksum' is not that of its content: it has been altered",
     ),
     "no solver": ({"solver": "oracle"}, "The plan's 'solver' is 'oracle', and there is no such solver"),
     "another solver": (
@@ -174,6 +174,19 @@ def test_altered_claims_are_refused(change: str) -> None:
     body["plan"].update(ALTERED[change][0])
     with pytest.raises(EncodingError, match=ALTERED[change][1]):
         from_json(json.dumps(body))
+
+
+def test_an_altered_problem_is_refused_and_a_plan_without_a_checksum_is_read() -> None:
+    """An option that the schedule does not use changes no figure of it."""
+    found = plan(golden(), 100)
+    body = json.loads(to_json(found))
+    options = body["plan"]["problem"]["units"][0]["options"]
+    next(option for option in options if option["name"] != found.options[0])["backward_s"] = 70.0
+    with pytest.raises(EncodingError, match="The plan's 'checksum' is not that of its content"):
+        from_json(json.dumps(body))
+    body = json.loads(to_json(found))
+    del body["plan"]["checksum"]
+    assert from_json(json.dumps(body)) == found
 
 
 def test_every_plan_of_every_solver_is_read() -> None:

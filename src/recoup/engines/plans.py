@@ -13,6 +13,7 @@ from recoup.errors import BudgetError
 from recoup.measuring.budgets import read_share
 from recoup.measuring.options import KEEP, RECOMPUTE, Recipe
 from recoup.measuring.profile import Profile, ProfiledUnit
+from recoup.planning.plan import Session
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
@@ -178,19 +179,24 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
         raise refusal(tightest(profile), budget_bytes)
-    roomy_bytes = max(floor, _without_room(budget_bytes, profile))
-    chosen = _plan_below(profile, roomy_bytes) or tightest(profile)
-    if chosen.predicted_bytes > roomy_bytes:
-        raise refusal(chosen, budget_bytes)
+    roomy_bytes = _without_room(budget_bytes, profile)
+    session = Session(profile.problem, solvers=_SOLVERS)
+    chosen = _plan_below(profile, session, roomy_bytes)
+    # What is refused is decided by the smallest budget alone, also where measured seconds lead below it.
+    if chosen is None or roomy_bytes < session.smallest_bytes + _most_swept_bytes(profile):
+        least = tightest(profile)
+        if least.predicted_bytes > roomy_bytes:
+            raise refusal(least, budget_bytes)
+        chosen = chosen or least
     return replace(chosen, budget_bytes=budget_bytes)
 
 
-def _plan_below(profile: Profile, budget_bytes: int) -> ModelPlan | None:
+def _plan_below(profile: Profile, session: Session, budget_bytes: int) -> ModelPlan | None:
     """Plans with room for what segments hold besides their input, which the planner does not know of."""
     spare_bytes = 0
     while spare_bytes < budget_bytes:
         try:
-            found = planning.plan(profile.problem, budget_bytes - spare_bytes, solvers=_SOLVERS)
+            found = session.plan(budget_bytes - spare_bytes)
         except BudgetError:
             return None
         chosen = ModelPlan(profile, found, budget_bytes)
@@ -244,8 +250,13 @@ def _swept_bytes(plan: ModelPlan, leaf: Leaf) -> int:
     return max(held.values(), default=0) if recipe.inner else min(held.values(), default=0)
 
 
+def _most_swept_bytes(profile: Profile) -> int:
+    """At least what any plan's segments hold: twice the most of each unit, as where it is replayed again."""
+    return sum(2 * max(option.held_bytes for option in unit.options) for unit in profile.problem.units)
+
+
 def minimum_budget(profile: Profile) -> int:
-    """The smallest budget in bytes for which `plan` finds a plan.
+    """The smallest budget in bytes for which `plan` finds a plan; `frontier` begins there.
 
     It is a prediction: a real step may take a little more or less. A refusal by `fit` names a budget that it verified.
     """
@@ -255,21 +266,20 @@ def minimum_budget(profile: Profile) -> int:
 def _without_room(budget_bytes: int, profile: Profile) -> int:
     """What plans may take of a budget: on a GPU a thousandth less, since real steps were up to 0.09 % above prediction.
 
-    Its allocator does not split every block, so that a tensor may take up to 1 MiB more than it needs.
+    Its allocator does not split every block, so that a tensor may take up to 1 MiB more than it needs. The optimizer's
+    own step needs no room.
     """
-    return budget_bytes - (budget_bytes // 1000 if profile.device.startswith("cuda") else 0)
+    room_bytes = budget_bytes // 1000 if profile.device.startswith("cuda") else 0
+    return max(profile.residents.optimizer_peak_bytes, budget_bytes - room_bytes)
 
 
 def smallest_budget(plan: ModelPlan, measured_bytes: int = 0) -> int:
-    """The smallest budget that leaves room above a plan's peak, predicted and measured.
-
-    The optimizer's own step needs none.
-    """
-    floor = plan.profile.residents.optimizer_peak_bytes
-    budget_bytes = peak_bytes = max(_peak_bytes(plan), measured_bytes if measured_bytes > floor else 0)
+    """The smallest budget that leaves room above a plan's peak: as measured, or as predicted where no step was run."""
+    peak_bytes = measured_bytes or plan.predicted_bytes
+    budget_bytes = max(peak_bytes, plan.profile.residents.optimizer_peak_bytes)
     while (missing_bytes := peak_bytes - _without_room(budget_bytes, plan.profile)) > 0:
         budget_bytes += missing_bytes
-    return max(budget_bytes, floor)
+    return budget_bytes
 
 
 def tightest(profile: Profile) -> ModelPlan:
@@ -278,12 +288,13 @@ def tightest(profile: Profile) -> ModelPlan:
     At the planner's smallest budget, segments may hold more than they save: then others need less.
     """
     steady = replace(profile, problem=_with_steady_seconds(profile))
-    smallest = planning.minimum_budget(steady.problem, solvers=_SOLVERS)
-    best = ModelPlan(steady, planning.plan(steady.problem, smallest, solvers=_SOLVERS), smallest)
+    session = Session(steady.problem, solvers=_SOLVERS)
+    smallest = session.smallest_bytes
+    best = ModelPlan(steady, session.plan(smallest), smallest)
     for _ in range(_MOST_TIGHTER):
         peak_bytes = _peak_bytes(best)
         is_least = peak_bytes <= max(smallest, profile.residents.optimizer_peak_bytes)
-        tighter = None if is_least else _plan_below(steady, peak_bytes - 1)
+        tighter = None if is_least else _plan_below(steady, session, peak_bytes - 1)
         if tighter is None:
             break
         best = tighter
@@ -378,7 +389,7 @@ def _floor(least: ModelPlan, measured_bytes: int) -> dict[str, int]:
         "sample and other tensors": residents.other_bytes,
         f"the model's output ({profile.output_names})": output_bytes,
     }
-    peak_bytes = max(_peak_bytes(least), measured_bytes)
+    peak_bytes = measured_bytes or _peak_bytes(least)
     parts["activations and workspace there"] = max(0, peak_bytes - sum(parts.values()))
     return parts
 
@@ -412,10 +423,29 @@ def frontier(
         num_points: at most this many plans.
         budgets: where to look, instead of spread over the useful range.
     """
-    found = planning.frontier(profile.problem, num_points=num_points, budgets=budgets, solvers=_SOLVERS)
-    floor = profile.residents.optimizer_peak_bytes
-    points = []
-    for point in found:
-        chosen = ModelPlan(profile, point, max(point.budget_bytes, floor))
-        points.append(replace(chosen, budget_bytes=smallest_budget(chosen)))
+    given = None if budgets is None else [read_share(budget, profile.device_bytes) for budget in budgets]
+    session = Session(profile.problem, solvers=_SOLVERS)
+    found = [
+        ModelPlan(profile, point, point.budget_bytes)
+        for point in session.frontier(num_points=num_points, budgets=given)
+    ]
+    least = tightest(profile)
+    smallest = smallest_budget(least)
+    first = _plan_below(profile, session, _without_room(smallest, profile)) or least
+    points = (
+        [replace(first, budget_bytes=smallest)] if given is None or max(given, default=0) >= smallest else []
+    )
+    for point in sorted((replace(one, budget_bytes=smallest_budget(one)) for one in found), key=_order):
+        if (
+            points
+            and point.budget_bytes > points[-1].budget_bytes
+            and point.predicted_s < points[-1].predicted_s
+        ):
+            points.append(point)
+    if given is None:
+        del points[1 : 1 + max(0, len(points) - num_points)]
     return tuple(points)
+
+
+def _order(plan: ModelPlan) -> tuple[int, float]:
+    return plan.budget_bytes, plan.predicted_s

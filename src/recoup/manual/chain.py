@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -125,7 +126,8 @@ class Chain:
         (0, 3)
         """
         array = _checked_input(x)
-        start = _checked_first(first_unit)
+        first_unit = None if first_unit is None else _checked_first(first_unit)
+        start = first_unit or 0
         policy, store = self._arrangement(policy, store, start)
         kept = self._kept(policy, costs, first_unit)
         memory = Memory(store, copy_array(array) if keep_input else None, start)
@@ -191,8 +193,10 @@ class Chain:
         return run_schedule(self.steps, schedule, array=_checked_input(x), grad_output=grad_output)
 
     def _kept(self, policy: Policy, costs: Sequence[float] | None, first_unit: int | None) -> Sequence[bool]:
+        names = [step.called for step in self.steps]
         if first_unit is None:
-            return policy.for_names([step.called for step in self.steps]).keeps(len(self.steps), costs)
+            return policy.for_names(names).keeps(len(self.steps), costs)
+        policy = policy.for_names(names, first_unit=first_unit)
         given = [None] * len(self.steps) if costs is None else _checked_costs(costs, len(self.steps))
         return [policy.keeps_unit(unit, cost=cost) for unit, cost in enumerate(given, first_unit)]
 
@@ -219,11 +223,10 @@ def _checked_input(x: Any) -> Any:
 
 
 def _checked_first(unit: Any) -> int:
-    if unit is None:
-        return 0
-    if isinstance(unit, bool) or not isinstance(unit, int) or unit < 0:
+    number = -1 if isinstance(unit, bool) or not hasattr(unit, "__index__") else operator.index(unit)
+    if number < 0:
         raise ChainError(f"first_unit must be a whole number, 0 or more; got {unit!r}.")
-    return unit
+    return number
 
 
 def _checked_costs(costs: Sequence[float] | None, num_steps: int) -> Sequence[float]:

@@ -115,9 +115,9 @@ def encode_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _checksum(body: Mapping[str, Any]) -> int:
-    """Of what a plan claims and simulation cannot check."""
-    claims = [body["budget_bytes"], body["solver"], body["bound"]]
-    return zlib.crc32(json.dumps(claims, sort_keys=True).encode())
+    """Of all that a plan says: simulation cannot check its claims, nor figures that its own schedule does not use."""
+    content = {name: item for name, item in body.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 # Reading
@@ -182,10 +182,9 @@ def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
     )
     _check_claims(plan)
     # Plans of version 0.2 have none.
-    if body.get("checksum", _checksum(body)) != _checksum(body):
-        raise EncodingError(
-            "The plan's 'checksum' is not that of its budget_bytes, solver and bound: it has been altered."
-        )
+    checksum = _checksum({**body, "problem": encode_problem(problem)})
+    if body.get("checksum", checksum) != checksum:
+        raise EncodingError("The plan's 'checksum' is not that of its content: it has been altered.")
     return plan
 
 

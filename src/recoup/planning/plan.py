@@ -18,7 +18,7 @@ from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.sizes import format_bytes, parse_bytes
 
-__all__ = ["Plan", "frontier", "minimum_budget", "plan"]
+__all__ = ["Plan", "Session", "frontier", "minimum_budget", "plan"]
 
 # Seconds are sums of measured floats in different orders; closer than this they are the same.
 _SAME_SECONDS = 1e-9
@@ -105,7 +105,7 @@ def plan(
     14 s with 180 B of 230 B, by chain: optimal among persistent schedules.
     The peak is in the backward of 'block3'; 2 forwards are recomputed.
     """
-    return _Session(problem, time_limit_s=time_limit_s, solvers=solvers).plan(parse_bytes(budget))
+    return Session(problem, time_limit_s=time_limit_s, solvers=solvers).plan(parse_bytes(budget))
 
 
 def minimum_budget(
@@ -118,7 +118,7 @@ def minimum_budget(
     >>> minimum_budget(Problem([unit], input_bytes=5))
     75
     """
-    return _Session(problem, time_limit_s=time_limit_s, solvers=solvers).smallest_bytes
+    return Session(problem, time_limit_s=time_limit_s, solvers=solvers).smallest_bytes
 
 
 def frontier(
@@ -149,19 +149,8 @@ def frontier(
     >>> [(point.budget_bytes, point.predicted.seconds) for point in frontier(Problem(units, input_bytes=10))]
     [(100, 12.0), (110, 11.0), (170, 10.0), (230, 9.0)]
     """
-    if type(num_points) is not int or num_points < 1:
-        raise ProblemError(f"A frontier needs at least one point; got num_points={num_points!r}.")
-    session = _Session(problem, time_limit_s=time_limit_s, solvers=solvers)
-    if budgets is None:
-        chosen = _spread(session.suggested_budgets(), num_points)
-    else:
-        chosen = sorted({parse_bytes(budget) for budget in budgets})
-    found = [session.tightest(budget) for budget in chosen if budget >= session.smallest_bytes]
-    points: list[Plan] = []
-    for point in sorted(found, key=lambda point: (point.budget_bytes, point.predicted.seconds)):
-        if not points or _is_faster(point, points[-1]):
-            points.append(point)
-    return tuple(points)
+    session = Session(problem, time_limit_s=time_limit_s, solvers=solvers)
+    return session.frontier(num_points=num_points, budgets=budgets)
 
 
 def _is_faster(one: Plan, other: Plan) -> bool:
@@ -177,10 +166,12 @@ def _spread(budgets: list[int], num_points: int) -> list[int]:
     return sorted({min(budgets, key=lambda budget: (abs(budget - target), budget)) for target in wanted})
 
 
-class _Session:
+class Session:
     """A problem with the solvers' shared work, across budgets."""
 
-    def __init__(self, problem: Problem, *, time_limit_s: float, solvers: Sequence[Solver]) -> None:
+    def __init__(
+        self, problem: Problem, *, time_limit_s: float = 10.0, solvers: Sequence[Solver] = SOLVERS
+    ) -> None:
         check_seconds("The planner", time_limit_s=time_limit_s)
         self.problem = problem
         self.time_limit_s = time_limit_s
@@ -216,6 +207,21 @@ class _Session:
             budgets += suggested
             above = min([above, *suggested])
         return sorted(set(budgets))
+
+    def frontier(self, *, num_points: int, budgets: Iterable[int | str] | None) -> tuple[Plan, ...]:
+        """As few plans as describe the best seconds for every budget."""
+        if type(num_points) is not int or num_points < 1:
+            raise ProblemError(f"A frontier needs at least one point; got num_points={num_points!r}.")
+        if budgets is None:
+            chosen = _spread(self.suggested_budgets(), num_points)
+        else:
+            chosen = sorted({parse_bytes(budget) for budget in budgets})
+        found = [self.tightest(budget) for budget in chosen if budget >= self.smallest_bytes]
+        points: list[Plan] = []
+        for point in sorted(found, key=lambda point: (point.budget_bytes, point.predicted.seconds)):
+            if not points or _is_faster(point, points[-1]):
+                points.append(point)
+        return tuple(points)
 
     def tightest(self, budget_bytes: int) -> Plan:
         """The plan for the smallest budget that is known to give as fast a one as this budget."""
