@@ -100,6 +100,17 @@ def test_a_schedule_for_another_problem_is_not_written() -> None:
         ModelPlan(other, chosen.schedule, chosen.budget_bytes).to_json()
 
 
+def test_a_plan_that_a_real_step_showed_to_need_less_can_be_read() -> None:
+    chosen = synthetic()
+    lower = ModelPlan(chosen.profile, chosen.schedule, chosen.predicted_bytes - 1)
+    assert ModelPlan.from_json(lower.to_json()) == lower
+    then, now = (f'"budget_bytes": {num_bytes}, "checksum"' for num_bytes in (lower.budget_bytes, 1))
+    altered = lower.to_json().replace(then, now)
+    assert altered != lower.to_json()
+    with pytest.raises(EncodingError, match="its schedule needs"):
+        ModelPlan.from_json(altered)
+
+
 def change(plan: dict[str, Any], path: str, value: Any) -> None:
     *keys, last = path.split("/")
     for key in keys:

@@ -145,7 +145,7 @@ def apply(
     inputs, other autocast, another mode, more forwards before a backward, checkpoints of the model's own, an output
     that is held, gradients that are there when a forward begins.
 
-    With a policy nothing is measured, and no budget is promised. Units are those that `measure` would choose, counted
+    With a policy nothing is measured, and no budget is promised. X, counted
     in the order in which the model registers them; what runs between them is kept.
 
     Args:

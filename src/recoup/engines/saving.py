@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 from recoup.engines.plans import ModelPlan
@@ -30,6 +32,7 @@ def plan_to_json(plan: ModelPlan, *, indent: int | None = None) -> str:
         "profile": encode_profile(plan.profile),
         "schedule": schedule,
         "budget_bytes": plan.budget_bytes,
+        "checksum": _checksum(plan.budget_bytes, schedule),
     }
     return write_document(_FORMAT, FORMAT_VERSION, "plan", body, indent=indent)
 
@@ -44,7 +47,8 @@ def plan_from_json(text: str) -> ModelPlan:
 
 
 def _decode(body: Any) -> ModelPlan:
-    expect_keys("A plan", body, {"profile", "schedule", "budget_bytes"})
+    names = {"profile", "schedule", "budget_bytes"}
+    expect_keys("A plan", body, {*names, "checksum"}, names)
     profile = decode_profile(body["profile"])
     schedule = decode_plan(body["schedule"], problem=profile.problem)
     budget_bytes = body["budget_bytes"]
@@ -52,8 +56,14 @@ def _decode(body: Any) -> ModelPlan:
         raise EncodingError(f"A plan's 'budget_bytes' should be a number of bytes; got {budget_bytes!r}.")
     plan = ModelPlan(profile, schedule, budget_bytes)
     # Read now, so that a schedule that no model can run is refused here and not when it is applied.
-    if plan.predicted_bytes > budget_bytes:
+    # A real step may need less than its prediction, and `fit` then takes a plan that only its checksum can vouch for.
+    needed_bytes = plan.predicted_bytes
+    if needed_bytes > budget_bytes and body.get("checksum") != _checksum(budget_bytes, body["schedule"]):
         raise EncodingError(
-            f"A plan's 'budget_bytes' is {budget_bytes}; its schedule needs {plan.predicted_bytes} bytes."
+            f"A plan's 'budget_bytes' is {budget_bytes}; its schedule needs {needed_bytes} bytes."
         )
     return plan
+
+
+def _checksum(budget_bytes: int, schedule: Mapping[str, Any]) -> int:
+    return zlib.crc32(f"{budget_bytes} {schedule.get('checksum')}".encode())
