@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
+from recoup.measuring.checks import check_model
 from recoup.measuring.compiled import check_not_compiled
-from recoup.measuring.lazy import check_initialised
 from recoup.measuring.optimizers import Optimizers, read_optimizers
 from recoup.measuring.preserve import gradient_owners, preserving
 from recoup.measuring.reached import Reached, hooks_of
@@ -263,8 +263,7 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
     Raises:
         SampleError: it says why.
     """
-    if not isinstance(model, nn.Module):
-        raise SampleError(f"The model must be a torch.nn.Module; got a {type(model).__name__}.")
+    check_model(model)
     if (sample is None) == (step is None):
         raise SampleError(
             "Give either a sample (a tensor, a tuple of arguments, a dict of keyword arguments, or (inputs, targets)"
@@ -283,13 +282,6 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
         raise SampleError(f"loss= is the class {loss.__name__}: give an object of it, {loss.__name__}().")
     if loss is not None and not callable(loss):
         raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        raise SampleError(
-            "The model is, or contains, an nn.DataParallel, whose copies would run the original's parameters under a"
-            " plan: fit the module inside it, and train with nn.parallel.DistributedDataParallel, one process per"
-            " device, or on one device."
-        )
-    check_initialised(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SampleError(
             f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"
