@@ -259,6 +259,51 @@ class Hooked(Layer):
 
 
 @pytest.mark.parametrize("budget", [1, "1GB"])
+def test_hooks_that_a_forward_registers_are_as_many_as_before(budget: int | str) -> None:
+    model, x = nn.Sequential(Hooked(), Hooked()), torch.randn(ROWS, WIDTH)
+    model(x)
+    weight: Any = model[0].up.weight
+    hooks = list(weight._backward_hooks.items()), list(weight._post_accumulate_grad_hooks.items())
+    try:
+        recoup.fit(model, x, budget=budget, loss=mean)
+    except BudgetError:
+        assert budget == 1
+    assert (list(weight._backward_hooks.items()), list(weight._post_accumulate_grad_hooks.items())) == hooks
+    assert len(hooks[0]) == len(hooks[1]) == 1
+
+
+def test_a_buffer_that_needs_a_gradient_gets_it() -> None:
+    model, x = nn.Sequential(*(Layer() for _ in range(4))), torch.randn(ROWS, WIDTH)
+    for layer in model:
+        layer.buffer.requires_grad_()
+    expected = copy.deepcopy(gradients(model, x))
+    before = print_of(model, x)
+    with pytest.raises(BudgetError):
+        recoup.fit(model, x, budget=1, loss=mean)
+    assert_as_before(print_of(model, x), before)
+    for name, gradient in fitted_gradients(model, x).items():
+        assert torch.equal(gradient, expected.pop(name)), name
+    assert not expected
+
+
+class Derived(Layer):
+    """Its buffer is computed anew in each forward, with a history."""
+
+    def prepared(self, x: Tensor) -> Tensor:
+        self.buffer = self.scale * 2
+        return x * self.buffer
+
+
+def test_a_buffer_with_a_history_of_the_forward() -> None:
+    model, x = nn.Sequential(*(Derived() for _ in range(4))), torch.randn(ROWS, WIDTH)
+    expected = copy.deepcopy(gradients(model, x))
+    for name, gradient in fitted_gradients(model, x).items():
+        assert torch.equal(gradient, expected.pop(name)), name
+    assert not expected
+    assert is_applied(model)
+
+
+@pytest.mark.parametrize("budget", [1, "1GB"])
 @pytest.mark.parametrize("what", ["Buffer", "Attribute"])
 def test_a_tensor_with_a_history_from_before_is_refused(what: str, budget: Any) -> None:
     """Its graph is still the user's: the first step goes through it, and no second one can."""
