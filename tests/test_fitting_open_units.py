@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,3 +125,47 @@ def test_blocks_that_leave_a_loss_in_an_attribute() -> None:
         assert fitted.verification.gradients == "bit-equal"
     with pytest.raises(UnitError, match=r"Unit 'blocks\.\d' gives a tensor to code outside"):
         recoup.measure(model, X, units="blocks.*")
+
+
+class Push(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, skips: Any) -> Tensor:
+        skips.append(self.layer(x).tanh())
+        return skips[-1]
+
+
+class Pop(Push):
+    def forward(self, x: Tensor, skips: Any) -> Tensor:
+        return self.layer(x).tanh() + skips.pop()
+
+
+class Net(nn.Module):
+    """Its list of skips lives as long as the model."""
+
+    def __init__(self, skips: Any) -> None:
+        super().__init__()
+        self.holder = SimpleNamespace(skips=skips)
+        self.blocks = nn.ModuleList([Push(), Push(), Push(), Pop(), Pop(), Pop()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.holder.skips)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("skips", [[], deque()])
+def test_blocks_that_push_to_a_list_which_outlives_the_step(skips: Any) -> None:
+    """A look that fails because a unit gives a tensor away leaves the list as it found it."""
+    model = Net(skips)
+    profile = recoup.measure(model, X)
+    called = [unit.module for unit in profile.units if unit.module]
+    assert called == [*(f"blocks.{index}.layer" for index in range(3)), "blocks.3", "blocks.4", "blocks.5"]
+    with pytest.raises(BudgetError) as refused:
+        recoup.fit(model, X, budget=1)
+    fitted = recoup.fit(model, X, budget=refused.value.smallest_bytes)
+    assert fitted.verification is not None
+    assert fitted.verification.gradients == "bit-equal"
+    assert len(skips) == 0

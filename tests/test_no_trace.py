@@ -303,13 +303,47 @@ def test_a_buffer_with_a_history_of_the_forward() -> None:
     assert is_applied(model)
 
 
-def test_a_buffer_with_a_history_from_before_is_refused() -> None:
+@pytest.mark.parametrize("budget", [1, "1GB"])
+@pytest.mark.parametrize("what", ["Buffer", "Attribute"])
+def test_a_tensor_with_a_history_from_before_is_refused(what: str, budget: Any) -> None:
+    """Its graph is still the user's: the first step goes through it, and no second one can."""
     model, x = nn.Sequential(*(Layer() for _ in range(4))), torch.randn(ROWS, WIDTH)
-    model[2].buffer = model[2].scale * 2
+    if what == "Attribute":
+        del model[2].buffer
+    model[2].buffer = derived = model[2].scale * 2
     with pytest.raises(
-        SampleError, match=r"Buffer '2\.buffer' of Sequential was computed with gradients before"
+        SampleError, match=rf"{what} '2\.buffer' of Sequential was computed with gradients before"
     ):
-        recoup.fit(model, x, budget="1GB", loss=mean)
+        recoup.fit(model, x, budget=budget, loss=mean)
+    assert model[2].buffer is derived
+    gradients(model, x)
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients(model, x)
+
+
+def test_histories_from_before_that_do_no_harm() -> None:
+    """One that nothing goes through, and one of which a backward frees nothing."""
+    model, x = nn.Sequential(*(Layer() for _ in range(4))), torch.randn(ROWS, WIDTH)
+    model.last = last = model(x)
+    model[2].buffer = part = model[1].scale[:]
+    expected = copy.deepcopy(gradients(model, x))
+    for name, gradient in fitted_gradients(model, x).items():
+        assert torch.equal(gradient, expected.pop(name)), name
+    assert not expected
+    assert model.last is last
+    assert model[2].buffer is part
+    last.mean().backward()
+
+
+def test_a_sample_with_a_history_is_refused() -> None:
+    model, x = nn.Sequential(*(Layer() for _ in range(4))), torch.randn(ROWS, WIDTH, requires_grad=True)
+    y = x.exp()
+    with pytest.raises(
+        SampleError, match=r"A tensor of the sample was computed with gradients.*its detach\(\)"
+    ):
+        recoup.fit(model, y, budget="1GB", loss=mean)
+    y.sum().backward()
+    recoup.fit(model, y.detach().requires_grad_(), budget="1GB", loss=mean)
 
 
 def test_buffers_that_alias_each_other_stay_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -278,6 +279,45 @@ def test_errors_say_what_to_change(settings: Any, error: type[Exception], messag
     with pytest.raises(error, match=message):
         recoup.apply(model, **settings)
     assert counts(model) == [2, 2, 2, 2, 1], "the earlier policy stays"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (nn.DataParallel, r"nn\.DataParallel, whose copies would run the original's parameters"),
+        (lambda chain: nn.Sequential(nn.DataParallel(chain)), r"contains, an nn\.DataParallel"),
+        (lambda chain: nn.Sequential(chain, nn.LazyLinear(4)), "LazyLinear '1' has not run yet"),
+        (lambda chain: chain.forward, r"must be a torch\.nn\.Module; got a method"),
+    ],
+)
+def test_models_that_no_plan_can_be_for(make: Any, message: str) -> None:
+    chain = Chain()
+    for plan in (EveryN(2), make_plan(chain, chain.names, keep(0, 1, 2, 3, 4))):
+        with pytest.raises(ApplyError, match=message):
+            recoup.apply(make(chain), plan)
+    assert not touched(chain)
+
+
+def test_forwards_that_are_generators_are_no_units() -> None:
+    class Yielding(nn.Sequential):
+        def forward(self, x: Tensor) -> Iterator[Tensor]:
+            for layer in self:
+                yield layer(x)
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self:
+                x = sum(part(x), x)
+            return x
+
+    model, x = Model(*(Yielding(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))), torch.randn(5, 3)
+    for sample in (None, x):
+        with pytest.raises(
+            UnitError, match=r"fits '0', '1', which the step never calls.* a generator runs elsewhere"
+        ):
+            recoup.apply(model, EveryN(2), units="?", sample=sample)
+    recoup.apply(model, UniformSegments(4))
+    assert touched(model) == {"", "0.0", "0.1", "1.0", "1.1"}
 
 
 def test_a_plan_takes_nothing_else() -> None:

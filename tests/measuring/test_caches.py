@@ -49,6 +49,19 @@ def test_it_knows_whether_it_has_switched_anything_off() -> None:
     assert switch.has_switched
 
 
+def test_an_encoder_has_nothing_to_switch_off() -> None:
+    class Encoder(Decoder):
+        def forward(self, x: Tensor, use_cache: bool | None = None) -> tuple[Tensor, bool]:
+            return super().forward(x, use_cache if self.config.is_decoder else False)
+
+    model = Encoder()
+    for is_decoder in (False, True):
+        model.config.is_decoder = is_decoder
+        switch = CachelessForward(model)
+        assert switch(X)[1] is False
+        assert switch.has_switched is is_decoder
+
+
 def test_a_positional_argument_is_the_callers_word() -> None:
     model = Decoder()
     with without_caches(model):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from recoup.errors import EncodingError, SampleError
 from recoup.measuring import Profile, measure
+from recoup.measuring.checks import check_model
 from recoup.measuring.conditions import Conditions, autocast_of, input_shapes, recording
-from recoup.measuring.lazy import check_initialised
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.tracing import is_traced
 
@@ -158,7 +158,7 @@ def test_lazy_modules(model: nn.Module, where: str) -> None:
 def test_lazy_modules_that_have_run() -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     model(X)
-    check_initialised(model)
+    check_model(model)
 
 
 # Tracing

@@ -2,8 +2,8 @@
 
 NOTE [ Units without a profile ]
     1. Modules are taken to be called in the order in which they are registered, each once. A container without a
-       forward of its own (ModuleList, ModuleDict) is not called: what it holds is. With a sample, the model is run
-       once instead, without a trace, and shows its calls.
+       forward of its own (ModuleList, ModuleDict) is not called: what it holds is. So it is with a forward that is a
+       generator. With a sample, the model is run once instead, without a trace, and shows its calls.
     2. Units are then chosen as `measure` chooses them. Nothing is known of bytes: without a sample, a module counts as
        many as it has layers. A single operation in place is no unit here: what it changes was made before, and a
        segment that began with it could not be replayed. It runs as it is.
@@ -13,6 +13,7 @@ NOTE [ Units without a profile ]
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,7 +25,6 @@ from recoup.errors import PolicyError, RecoupWarning
 from recoup.measuring.caches import without_caches
 from recoup.measuring.calls import ModuleCall, module_names, watch_calls
 from recoup.measuring.intercept import own_forward, suspended
-from recoup.measuring.lazy import check_initialised
 from recoup.measuring.slices import unit_names
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.units import Units, choose_units, find_units
@@ -47,7 +47,6 @@ def arrange(
         PolicyError: the policy does not suit these units.
         UnitError: there are no such units.
     """
-    check_initialised(model)
     root = registered_calls(model) if sample is None else _seen_calls(model, sample)
     found = _apart_from_in_place(choose_units(root)) if units is None else find_units(root, units)
     labels = unit_names(model, found)
@@ -93,7 +92,8 @@ def registered_calls(model: nn.Module) -> ModuleCall:
 def _callable_inside(module: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for child in module.children():
-        is_called = getattr(own_forward(child), "__func__", None) is not nn.Module.forward
+        function = getattr(own_forward(child), "__func__", None)
+        is_called = function is not nn.Module.forward and not inspect.isgeneratorfunction(function)
         found += [child] if is_called else _callable_inside(child)
     return found
 

@@ -17,6 +17,7 @@ from recoup.engines.tree import Item, Segment, leaves_of
 from recoup.engines.watching import Watch
 from recoup.errors import ApplyError
 from recoup.measuring.caches import CachelessForward, cached_models
+from recoup.measuring.checks import check_model
 from recoup.measuring.conditions import Conditions
 from recoup.measuring.intercept import StandIn, install, installed, uninstall
 from recoup.measuring.options import KEEP, InnerForward, Recipe
@@ -157,7 +158,7 @@ def apply(
         costs: with a policy that decides by them: one for each unit.
 
     Raises:
-        ApplyError: the plan was made for another model.
+        ApplyError: the plan was made for another model; or no plan can be for this one.
         PolicyError: the policy does not suit the model's units.
         UnitError: there are no such units.
 
@@ -166,6 +167,7 @@ def apply(
     >>> loss = apply(model, UniformSegments(2))(torch.zeros(4, 8)).sum()
     >>> loss.backward()
     """
+    check_model(model, ApplyError)
     if isinstance(plan, Policy):
         found, items = arrange(model, plan, units=units, sample=sample, costs=costs)
         modules = {module: [index] for index, module in enumerate(found)}

@@ -41,8 +41,14 @@ class CachelessForward(StandIn):
         """Switches the cache off where the caller left it to the model."""
         is_given = len(args) > self.position or kwargs.get("use_cache") is not None
         if torch.is_grad_enabled() and not is_given:
-            kwargs["use_cache"], self.has_switched = False, True
+            kwargs["use_cache"], self.has_switched = False, not self._is_encoder()
         return self.original(*args, **kwargs)
+
+    def _is_encoder(self) -> bool:
+        """Whether the forward itself asks whether it is a decoder, as BERT's does, and is none: it fills no cache."""
+        code = getattr(inspect.unwrap(self.original), "__code__", None)
+        asks = code is not None and "is_decoder" in code.co_names
+        return asks and not getattr(self.module.config, "is_decoder", True)
 
 
 def without_caches(model: nn.Module) -> AbstractContextManager[None]:

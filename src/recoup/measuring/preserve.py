@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from recoup.checkpointing.sampling import sampling
 from recoup.measuring.held import HeldValues, held_data, held_gradient
+from recoup.measuring.history import hide_graphs
 from recoup.measuring.notes import Notes
 from recoup.measuring.optimizers import Optimizers, read_optimizers
 from recoup.measuring.reached import Reached
@@ -106,6 +107,7 @@ def preserving(
         if writes is not None:
             exits.callback(writes.hold())
         exits.callback(_drop_gradients, parameters)
+        hide_graphs(models)
         try:
             yield
         except torch.OutOfMemoryError as error:

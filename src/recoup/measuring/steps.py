@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
+from recoup.measuring.checks import check_model
 from recoup.measuring.compiled import check_not_compiled
-from recoup.measuring.lazy import check_initialised
+from recoup.measuring.history import has_graph_to_free
 from recoup.measuring.optimizers import Optimizers, read_optimizers
 from recoup.measuring.preserve import gradient_owners, preserving
 from recoup.measuring.reached import Reached, hooks_of
 from recoup.measuring.samples import Sample, describe_sample, read_sample
+from recoup.measuring.trees import tensors_in
 from recoup.measuring.writes import Writes
 
 __all__ = ["TrainingStep"]
@@ -90,22 +92,16 @@ class TrainingStep:
         """A block that may run the step, and leaves no trace of it.
 
         Raises:
-            SampleError: a second step goes through the graph of the first, by way of a buffer.
+            SampleError: a second step goes through the graph of the first, by way of a buffer or an attribute.
         """
-        everything = self.changes_parameters
-        try:
-            with preserving(
-                self.model, self.optimizers, everything=everything, reached=self.reach(), writes=self.writes
-            ):
-                yield
-        except RuntimeError as error:
-            buffers = [name for name, one in self.model.named_buffers() if one.grad_fn is not None]
-            if _SECOND_TIME not in str(error) or not buffers:
-                raise
-            raise SampleError(
-                f"Buffer {buffers[0]!r} of {type(self.model).__name__} was computed with gradients before this step, so"
-                " every step but the first finds its graph freed. Compute it in the forward, or register its detach()."
-            ) from error
+        with preserving(
+            self.model,
+            self.optimizers,
+            everything=self.changes_parameters,
+            reached=self.reach(),
+            writes=self.writes,
+        ):
+            yield
 
     def finding_writes(self) -> AbstractContextManager[None]:
         """A block that runs the step for the first time: what it writes to is put back, then and later."""
@@ -241,7 +237,6 @@ class TrainingStep:
             torch.autograd.grad = original
 
 
-_SECOND_TIME = "backward through the graph a second time"
 _STEP_IN_PIECES = (
     "While it is measured, units run one at a time and every gradient is 0: leave out of it what depends on the values"
     " of gradients, or give a sample and loss= instead."
@@ -263,8 +258,7 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
     Raises:
         SampleError: it says why.
     """
-    if not isinstance(model, nn.Module):
-        raise SampleError(f"The model must be a torch.nn.Module; got a {type(model).__name__}.")
+    check_model(model)
     if (sample is None) == (step is None):
         raise SampleError(
             "Give either a sample (a tensor, a tuple of arguments, a dict of keyword arguments, or (inputs, targets)"
@@ -275,6 +269,11 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
             f"The sample is a {type(sample).__name__}, and one batch is wanted: give batch = next(iter(loader)), as"
             " large as any in training."
         )
+    if any(map(has_graph_to_free, tensors_in(sample))):
+        raise SampleError(
+            "A tensor of the sample was computed with gradients, so every step but the first finds its graph freed:"
+            " give its detach()."
+        )
     if step is not None and loss is not None:
         raise SampleError("loss= goes with a sample; a step= callable computes its own loss.")
     if step is not None and not callable(step):
@@ -283,13 +282,6 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
         raise SampleError(f"loss= is the class {loss.__name__}: give an object of it, {loss.__name__}().")
     if loss is not None and not callable(loss):
         raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        raise SampleError(
-            "The model is, or contains, an nn.DataParallel, whose copies would run the original's parameters under a"
-            " plan: fit the module inside it, and train with nn.parallel.DistributedDataParallel, one process per"
-            " device, or on one device."
-        )
-    check_initialised(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SampleError(
             f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"

@@ -17,6 +17,7 @@ from recoup.errors import CheckpointError, LossError
 from recoup.measuring.calls import kind_of_module
 from recoup.measuring.intercept import intercepted
 from recoup.measuring.meter import Meter
+from recoup.measuring.notes import Notes
 from recoup.measuring.sections import Sections
 from recoup.measuring.steps import TrainingStep
 from recoup.measuring.streaming import LeakError, UnitCall, stream
@@ -446,6 +447,10 @@ def _look(
         push_hooks(looker.pack, _given_back)
         stack.callback(pop_hooks)
         stack.callback(step.model.register_forward_hook(looker.note_output).remove)
+        # A pass that fails leaves lists of the model half filled, and the next one would go on from there.
+        notes = Notes()
+        notes.add_modules(step.model)
+        stack.callback(notes.put_back)
         streamed = stream(step, units, looker)
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")
