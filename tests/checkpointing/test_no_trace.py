@@ -124,6 +124,21 @@ def test_function_modes_of_the_forward(check: str) -> None:
     assert torch.equal(found, gradients(fn, x, [x])[0])
 
 
+def test_a_function_mode_does_not_keep_the_replay_from_stopping() -> None:
+    """While an operation runs, the mode that handles it is not there."""
+    runs = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        runs.append(1)
+        return y
+
+    with Doubling():
+        loss = checkpoint(fn, make()).sum()
+        loss.backward()
+    assert runs == [1]
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_settings_that_a_function_changes_and_puts_back(early_stop: bool) -> None:
     """It stops early in the middle of that, were it not for us."""

@@ -12,12 +12,12 @@ from torch.utils._device import DeviceContext
 
 from recoup.checkpointing.rng import RandomState
 
-__all__ = ["Environment", "read_settings", "write_settings"]
+__all__ = ["WRITABLE", "Environment", "read_settings", "write_settings"]
 
 Settings: TypeAlias = tuple[bool, bool, bool, bool, torch.dtype, bool, int]
 
 # Places in what `read_settings` gives. (A named tuple would cost more than all the reading.)
-_WRITABLE, _AUTOCAST, _MODES = slice(0, 5), 5, 6
+WRITABLE, _AUTOCAST, _MODES = slice(0, 5), 5, 6
 
 _get_deterministic = torch._C._get_deterministic_algorithms
 _get_warn_only = torch._C._get_deterministic_algorithms_warn_only
@@ -58,7 +58,7 @@ class Environment:
         if self._random is not None:
             stack.callback(self._random.restore())
         now = read_settings()
-        if self._settings[_WRITABLE] != now[_WRITABLE]:
+        if self._settings[WRITABLE] != now[WRITABLE]:
             stack.callback(write_settings, now)
             write_settings(self._settings)
         if self._autocast is not None or now[_AUTOCAST]:
@@ -95,7 +95,7 @@ def read_settings() -> Settings:
     )
 
 
-def write_settings(settings: Settings) -> None:
+def write_settings(settings: tuple[Any, ...]) -> None:
     """Sets what `read_settings` read, but for autocast and modes, which contexts leave by themselves."""
     deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, dtype, *_ = settings
     torch.set_default_dtype(dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.environment import read_settings, write_settings
+from recoup.checkpointing.environment import WRITABLE, read_settings, write_settings
 from recoup.checkpointing.mismatch import Record, kind_of
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def run_with_hooks(
     while last >= 0 and not wanted[last]:
         last -= 1
     stop_at = last if options.early_stop and not to_end else None
-    settings, seed, is_changed = read_settings(), _get_seed(), True
+    settings, seed, is_changed = read_settings()[WRITABLE], _get_seed(), True
     check = options.check != "none"
 
     # A closure: it runs for every saved tensor, and local variables are fast.
@@ -167,8 +167,8 @@ def run_with_hooks(
             values[position] = tensor
             if version := tensor._version:
                 versions[position] = version
-            # Not while the function has a setting changed that it will put back itself.
-            if position == stop_at and read_settings() == settings and _get_seed() == seed:
+            # Not while the function has a setting changed that it will put back itself. (Contexts are left by themselves.)
+            if position == stop_at and read_settings()[WRITABLE] == settings and _get_seed() == seed:
                 raise _StopReplay
             return position
         if check and position in leaves:
@@ -192,7 +192,7 @@ def run_with_hooks(
     push_hooks(pack if compare is None else pack_carefully, unpack)
     try:
         output = fn(*args, **kwargs)
-        is_changed = read_settings() != settings
+        is_changed = read_settings()[WRITABLE] != settings
     except _StopReplay:
         is_changed = False
     except BaseException as error:
