@@ -155,7 +155,8 @@ def run_with_hooks(
     while last >= 0 and not wanted[last]:
         last -= 1
     stop_at = last if options.early_stop and not to_end else None
-    settings, seed, is_changed = read_settings()[WRITABLE], _get_seed(), True
+    settings: Any = read_settings()[WRITABLE]
+    seed, is_changed = _get_seed(), True
     check = options.check != "none"
 
     # A closure: it runs for every saved tensor, and local variables are fast.
@@ -167,7 +168,7 @@ def run_with_hooks(
             values[position] = tensor
             if version := tensor._version:
                 versions[position] = version
-            # Not while the function has a setting changed that it will put back itself. (Contexts are left by themselves.)
+            # Not while the function has a setting changed that it will put back itself, other than by a context.
             if position == stop_at and read_settings()[WRITABLE] == settings and _get_seed() == seed:
                 raise _StopReplay
             return position
