@@ -253,7 +253,8 @@ def test_transformers(name: str, share: float | None) -> None:
     fitted = case.fit_smallest() if share is None else case.fit(int(fixed + share * profile.activation_bytes))
     seen = fitted.verification
     assert seen.peak_bytes <= fitted.plan.budget_bytes
-    has_cache = bool(cached_models(recoup.remove(copy.deepcopy(case.model))))
+    # An encoder has the switch, and fills no cache.
+    has_cache = name != "BERT" and bool(cached_models(recoup.remove(copy.deepcopy(case.model))))
     assert seen.gradients == f"bit-equal{' to a step with use_cache off' if has_cache else ''}"
     assert seen.drifting == ()
     error = 100 * (fitted.plan.predicted_bytes / seen.peak_bytes - 1)
