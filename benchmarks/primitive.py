@@ -114,7 +114,6 @@ def measure(device: str, num_saved: int, num_rounds: int) -> list[str]:
         rows.append(
             row + f" {statistics.median(overhead[name]):.0f} | {middle:.2f} | {low:.2f} to {high:.2f} |"
         )
-    rows.append(f"\n{device}, {num_saved} saved: {sampling_share(fn, leaf, num_rounds)}\n")
     return rows
 
 
@@ -165,10 +164,15 @@ def main(arguments: list[str] | None = None) -> None:
     options: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[str] = []
+    shares: list[str] = []
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         for num_saved in FUNCTIONS:
             rows += measure(device, num_saved, options.rounds)
-    text = report(rows, options.rounds)
+            leaf = torch.randn(8, device=device, requires_grad=True)
+            shares.append(
+                f"{device}, {num_saved} saved: {sampling_share(FUNCTIONS[num_saved], leaf, options.rounds)}"
+            )
+    text = report([*rows, "", *(f"- {share}" for share in shares)], options.rounds)
     print(text)
     if options.write:
         RESULTS.mkdir(exist_ok=True)
