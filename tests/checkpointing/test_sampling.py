@@ -385,3 +385,19 @@ def test_hooks_that_store_in_fewer_bits_are_not_held_against_the_function() -> N
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
         loss = checkpoint(lambda x: x.sin().exp(), make()).sum()
     loss.backward()
+
+
+def test_a_call_that_falls_into_a_capture_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may wait for the device while a CUDA graph is captured."""
+    layer, captures = nn.Linear(4, 4), iter([True, True])
+    monkeypatch.setattr(sampling, "_is_capturing", lambda: next(captures, False))
+    assert [sampling.is_due(layer) for _ in range(6)] == [False, False, True, True, True, False]
+
+
+def test_values_are_compared_where_a_call_changes_what_it_is_fed() -> None:
+    ticks = itertools.count(1)
+    span = Span(Checkpoint(check="values"))
+    y = span.call(torch.exp, (make(),), {})
+    loss = span.call(lambda y: (y.mul_(2) * next(ticks)).sin(), (y,), {}).sum()
+    with pytest.raises(ReplayMismatchError, match="has other values"):
+        loss.backward()

@@ -18,6 +18,7 @@ Digest: TypeAlias = "bytes | Tensor | tuple[Digest, ...] | None"
 storage."""
 
 _SEEDS = (torch.int64, torch.uint64)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
 """Words that are hashed at once on a device: they take two or three times 8 MiB."""
 _CHUNK_BYTES = 1 << 20
@@ -108,7 +109,7 @@ def digest_of_saved(tensor: Tensor) -> Digest:
 def _of_host(tensor: Tensor) -> bytes:
     """Through NumPy, which allocates nothing that counts as a tensor."""
     found = hashlib.blake2b(digest_size=16)
-    array = tensor.view(torch.uint8).numpy() if tensor.element_size() == 1 else _as_integers(tensor).numpy()
+    array = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
     if array.flags.c_contiguous:
         found.update(array.data)
     else:
@@ -116,10 +117,6 @@ def _of_host(tensor: Tensor) -> bytes:
         for first in range(0, array.shape[0], rows):
             found.update(array[first : first + rows].tobytes())
     return found.digest()
-
-
-def _as_integers(tensor: Tensor) -> Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def _of_words(tensor: Tensor) -> Tensor:

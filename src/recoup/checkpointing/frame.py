@@ -122,9 +122,11 @@ class Frame(Replayable):
         if self._state is not None:
             self._state.settle()
         if self._digests is not None:
-            # A second replay would find changed what the function changes of what it is fed.
-            self._digests = None if self._arguments.changed_feeds else packed(self._digests)
-            self._results = results_of(outputs)
+            self._digests = packed(self._digests)
+            if self._options.check == "sampled":
+                # A second replay would find changed what the function changes of what it is fed.
+                self._digests = None if self._arguments.changed_feeds else self._digests
+                self._results = results_of(outputs)
         self._settled = True
 
     def pack_hook(self) -> Callable[[Tensor], Record | Leaf]:

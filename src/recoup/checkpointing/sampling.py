@@ -3,8 +3,8 @@
 NOTE [ Sampled comparison ]
 
 1. Watching every place where a function could find state never ends. What the forward saved is compared instead with
-   what the replay saves, by digests, on the 1st, 2nd, 4th, 8th, … call of each call site: that finds whatever drifts,
-   for whatever reason, and costs nothing in the long run.
+   what the replay saves, by digests, on the 1st, 2nd, 4th, 8th, … call of each call site: that finds whatever changes
+   the results, for whatever reason, and costs nothing in the long run.
 2. A call site is a module, or the code of a function; for a function that captures a module, that module. Calls inside
    a replay do not count: no backward reads what they save.
 3. Where the contents differ, the function is replayed once more, to its end, and its results are compared with the
@@ -18,6 +18,7 @@ NOTE [ Sampled comparison ]
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +78,8 @@ def is_due(fn: Any) -> bool:
     if known is None:
         known = _sites[id(site)] = _Site(site)
     known.count += 1
-    if known.count != known.next or _is_capturing():
+    # One that falls into a capture is made up for by the next.
+    if known.count < known.next or _is_capturing():
         return False
     # Behind the 8th, 16th, 32nd, … call one more: the shifts go through all remainders of eight.
     shift = (3 * known.power.bit_length() + 1) % 8 if known.power >= 8 else 0
@@ -93,7 +95,7 @@ def never_again(fn: Any) -> None:
     """The function's results are not the same bits each time: its site is not compared any more."""
     site = _site_of(fn)
     known = _sites.setdefault(id(site), _Site(site))
-    known.next = 0
+    known.next = sys.maxsize
 
 
 def _is_capturing() -> bool:
