@@ -185,7 +185,8 @@ class FunctionState:
         pair = self._copies.get(id(buffer))
         if pair is None or buffer.untyped_storage().device.type != "cpu":  # fake tensors lie on no device
             return False
-        return not torch.equal(*pair)
+        with unguarded():
+            return not torch.equal(*pair)
 
     def stale(self) -> list[Tensor]:
         """The watched tensors that were changed in place since before the forward."""
