@@ -26,11 +26,11 @@ import scipy
 import recoup
 from recoup.errors import BudgetError
 from recoup.planning.graphs import OpGraph, OrderedGraph, actions_of, evaluate_held, simulate_actions
-from recoup.planning.solvers.dag import Effort, solve_dag
-from recoup.planning.solvers.dag_greedy import greedy_order
-from recoup.planning.solvers.dag_milp import solve_staged
-from recoup.planning.solvers.dag_prune import pruned_order
-from recoup.planning.solvers.graph import HoldFrontier, hold_frontier, hold_plan
+from recoup.planning.graphs.dag import Effort, solve_dag
+from recoup.planning.graphs.dag.greedy import greedy_order
+from recoup.planning.graphs.dag.milp import solve_staged
+from recoup.planning.graphs.dag.prune import pruned_order
+from recoup.planning.graphs.hold import HoldFrontier, hold_frontier, hold_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from graph_cases import budget_of, instance, long_ops, training_graph, wide_graph

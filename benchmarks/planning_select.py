@@ -24,9 +24,9 @@ from pathlib import Path
 from recoup.planning import Link, Option, Problem, Unit, simulate
 from recoup.planning.solvers.baselines import BASELINES
 from recoup.planning.solvers.select import PreparedSelect
-from recoup.planning.solvers.select_levels import Levels
-from recoup.planning.solvers.select_program import SelectProgram
-from recoup.planning.solvers.select_runs import EqualRun
+from recoup.planning.solvers.select.levels import Levels
+from recoup.planning.solvers.select.program import SelectProgram
+from recoup.planning.solvers.select.runs import EqualRun
 from recoup.planning.solvers.spill import PreparedSpill
 
 MEBI = 2**20

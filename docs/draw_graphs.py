@@ -7,8 +7,8 @@ import random
 from drawing import LEFT, MIB, RIGHT, WIDTH, Axis, Picture, write
 
 from recoup.planning.graphs import Operation, OpGraph, OrderedGraph, simulate_actions
-from recoup.planning.solvers.dag import DagPlan, solve_dag
-from recoup.planning.solvers.graph import hold_frontier, hold_plans
+from recoup.planning.graphs.dag import DagPlan, solve_dag
+from recoup.planning.graphs.hold import hold_frontier, hold_plans
 
 TOP, FLOOR, HEIGHT = 64, 290, 352
 

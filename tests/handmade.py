@@ -11,12 +11,12 @@ from torch import nn
 
 from recoup import planning
 from recoup.engines import Leaf, ModelPlan, Segment
-from recoup.engines.tree import Item
 from recoup.measuring import Profile, ProfiledUnit, Recipe
-from recoup.measuring.costs import Residents
-from recoup.measuring.options import KEEP, RECOMPUTE
+from recoup.model.recipe import KEEP, RECOMPUTE
 from recoup.planning import Action, Backward, Forward, Keep, Option, Problem, Schedule, Unit
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound
+from recoup.plans.profile import Residents
+from recoup.plans.tree import Item
 
 RECIPES = (KEEP, RECOMPUTE)
 KEPT, REPLAYED = 0, 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.measuring import MemoryTracker, Profile, preserving
-from recoup.measuring.steps import TrainingStep
+from recoup.model.step import TrainingStep
 
 
 def real_peak_bytes(

@@ -8,13 +8,12 @@ from functools import cache
 from typing import Any
 
 from recoup.auditing.findings import Audit, Kind, make_finding
-from recoup.engines.plans import ModelPlan, minimum_budget, plan
 from recoup.engines.recording import thinned
 from recoup.engines.verify import Verification
-from recoup.measuring.costs import Residents
-from recoup.measuring.options import KEEP, RECOMPUTE
-from recoup.measuring.profile import Profile, ProfiledUnit
+from recoup.model.recipe import KEEP, RECOMPUTE
 from recoup.planning import Option, Problem, Unit
+from recoup.plans.model_plan import ModelPlan, minimum_budget, plan
+from recoup.plans.profile import Profile, ProfiledUnit, Residents
 
 MIB = 2**20
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import recoup
 from recoup import fitting
+from recoup.devices.meter import CpuMeter
 from recoup.engines import is_applied
 from recoup.errors import BudgetError, LossError, SampleError, SizeError, UnitError
-from recoup.measuring.meter import CpuMeter
 from recoup.sizes import format_bytes
 
 

@@ -17,7 +17,7 @@ import recoup
 from recoup.errors import BudgetError
 from recoup.fitting import Fitted
 from recoup.measuring import MemoryTracker, Profile
-from recoup.measuring.caches import cached_models
+from recoup.model.caches import cached_models
 
 
 class Case:

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from recoup.auditing import audit
     from recoup.batching import largest_batch
     from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, torch_checkpoint
-    from recoup.engines import apply, frontier, minimum_budget, plan, remove
+    from recoup.engines import apply, remove
     from recoup.fitting import fit, verify
     from recoup.measuring import measure
+    from recoup.plans import frontier, minimum_budget, plan
 
 __version__ = "0.2.0"
 
@@ -50,12 +51,12 @@ _LATER = {
     "checkpoint": "checkpointing",
     "describe": "checkpointing",
     "fit": "fitting",
-    "frontier": "engines",
+    "frontier": "plans",
     "is_replaying": "checkpointing",
     "largest_batch": "batching",
     "measure": "measuring",
-    "minimum_budget": "engines",
-    "plan": "engines",
+    "minimum_budget": "plans",
+    "plan": "plans",
     "remove": "engines",
     "torch_checkpoint": "checkpointing",
     "verify": "fitting",

@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.engines import ModelPlan, plan
+from recoup.budgets import read_budget
 from recoup.errors import BudgetError, SampleError
 from recoup.fitting import plan_to_fit
 from recoup.measuring import Hardware, Profile, find_hardware, measure
-from recoup.measuring.budgets import read_budget
-from recoup.measuring.made import Made, read_made
-from recoup.measuring.steps import TrainingStep
-from recoup.measuring.trees import map_tensors, tensors_in
-from recoup.measuring.units import Units
+from recoup.model.made import Made, read_made
+from recoup.model.step import TrainingStep
+from recoup.model.units import Units
 from recoup.planning import Option, Problem, Unit
+from recoup.plans import ModelPlan, plan
 from recoup.sizes import format_bytes
+from recoup.tensors import map_tensors, tensors_in
 
 __all__ = ["BatchChoice", "TriedBatch", "largest_batch"]
 
@@ -163,7 +163,7 @@ def largest_batch(
         made = build(batch_size)
         model, sample = made.model, made.sample
         stepped = made.optimizer if optimizer is None else optimizer(model)
-        budget_bytes = read_budget(budget, model, sample, hardware=known)
+        budget_bytes = read_budget(budget, model, sample, memory_bytes=known.memory_bytes if known else None)
         if known is None:
             _make_room()
             step = TrainingStep(model, sample, loss=made.loss, optimizer=stepped)

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from recoup.auditing import Audit, audit_step
+from recoup.budgets import read_budget
+from recoup.devices.meter import device_of, make_meter
 from recoup.engines import ModelPlan, apply, plan, remove
-from recoup.engines.plans import refusal, smallest_budget, tightest
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError, UnitError
-from recoup.measuring.budgets import read_budget
-from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import watch_calls
-from recoup.measuring.intercept import install, installed, suspended
 from recoup.measuring.measure import Measured, measure_step
-from recoup.measuring.meter import device_of, make_meter
-from recoup.measuring.optimizers import Optimizers
-from recoup.measuring.profile import Profile
-from recoup.measuring.slices import find_module
-from recoup.measuring.steps import TrainingStep
-from recoup.measuring.units import Units, parts_of, split_units
+from recoup.model.caches import without_caches
+from recoup.model.calls import watch_calls
+from recoup.model.optimizers import Optimizers
+from recoup.model.slices import find_module
+from recoup.model.stand_in import install, installed, suspended
+from recoup.model.step import TrainingStep
+from recoup.model.units import Units, parts_of, split_units
 from recoup.planning import Problem
+from recoup.plans.model_plan import refusal, smallest_budget, tightest
+from recoup.plans.profile import Profile
 from recoup.progress import note
 from recoup.report.table import to_text
 

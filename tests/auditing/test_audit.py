@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import recoup
 from recoup.auditing import Audit, Finding, Kind, audit, audit_step
 from recoup.measuring.measure import measure
-from recoup.measuring.options import KEEP
-from recoup.measuring.steps import TrainingStep
+from recoup.model.recipe import KEEP
+from recoup.model.step import TrainingStep
 
 COUNTER = itertools.count(1)
 

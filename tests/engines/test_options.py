@@ -13,9 +13,9 @@ from handmade import COUNTS, Chain, Counting, chain_sample, count_step, keep, ma
 from torch import Tensor, nn
 
 from recoup.engines import Leaf, apply, remove
-from recoup.engines.tree import Item
 from recoup.measuring import Recipe
-from recoup.measuring.options import KEEP, RECOMPUTE
+from recoup.model.recipe import KEEP, RECOMPUTE
+from recoup.plans.tree import Item
 
 PARTIAL = Recipe(inner=("linear",))
 NESTED = Recipe(whole=True, inner=("norm", "linear"))

@@ -22,8 +22,8 @@ import recoup
 from recoup.engines import Leaf, is_applied
 from recoup.errors import RecoupWarning
 from recoup.measuring import Recipe
-from recoup.measuring.caches import without_caches
-from recoup.measuring.options import KEEP, RECOMPUTE
+from recoup.model.caches import without_caches
+from recoup.model.recipe import KEEP, RECOMPUTE
 
 
 class Block(nn.Module):

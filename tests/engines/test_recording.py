@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from recoup.devices.meter import CpuMeter, Meter, make_meter
 from recoup.engines.recording import MOST_POINTS, record, thinned
-from recoup.measuring.meter import CpuMeter, Meter, make_meter
 
 
 class Looked(Meter):

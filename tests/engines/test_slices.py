@@ -18,9 +18,9 @@ from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove
 from recoup.engines.comparing import compare_units
 from recoup.errors import ApplyError, BudgetError, RecoupWarning
 from recoup.measuring import Recipe
-from recoup.measuring.options import KEEP, RECOMPUTE, InnerForward
-from recoup.measuring.slices import SlicedForward
-from recoup.measuring.steps import TrainingStep
+from recoup.model.recipe import KEEP, RECOMPUTE, InnerForward
+from recoup.model.slices import SlicedForward
+from recoup.model.step import TrainingStep
 
 # Fits
 

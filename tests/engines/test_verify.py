@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup import fitting
+from recoup.devices.meter import CpuMeter, Timing
 from recoup.engines import Leaf, ModelPlan, apply, comparing, is_applied, remove
 from recoup.engines.comparing import compare_units
 from recoup.engines.drift import differing, drift_between, fingerprint, on_host, too_far
@@ -23,10 +24,9 @@ from recoup.engines.verify import _ENOUGH_S, Verification
 from recoup.errors import BudgetError, OverBudgetError, VerificationError
 from recoup.measuring import MemoryTracker, Profile
 from recoup.measuring.measure import Measured
-from recoup.measuring.meter import CpuMeter, Timing
-from recoup.measuring.options import Recipe
-from recoup.measuring.steps import TrainingStep
-from recoup.measuring.streaming import UnitCall
+from recoup.model.recipe import Recipe
+from recoup.model.step import TrainingStep
+from recoup.model.streaming import UnitCall
 from recoup.planning import Problem
 
 TICKS = itertools.count(1)

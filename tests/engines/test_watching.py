@@ -19,8 +19,8 @@ import recoup
 from recoup.engines import Leaf, ModelPlan
 from recoup.errors import RecoupWarning
 from recoup.measuring import Profile, Recipe
-from recoup.measuring.conditions import Conditions
-from recoup.measuring.options import KEEP, RECOMPUTE
+from recoup.model.conditions import Conditions
+from recoup.model.recipe import KEEP, RECOMPUTE
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from tally import Tally
 from torch import Tensor, nn
 
 from recoup.measuring import MemoryTracker, Profile, measure
-from recoup.measuring.options import KEEP, RECOMPUTE
+from recoup.model.recipe import KEEP, RECOMPUTE
 from recoup.planning import minimum_budget
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import recoup
 from recoup.errors import SampleError, UnitError
 from recoup.measuring import measure
-from recoup.measuring.streaming import UnitCall, _ForgottenError
+from recoup.model.streaming import UnitCall, _ForgottenError
 
 
 class FailedError(Exception):

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from report_subjects import MIB, make_profile, make_subject
 
-from recoup.engines.plans import ModelPlan, plan
 from recoup.planning import Bound, Plan, simulate
 from recoup.planning.solvers.baselines import REPLAY, one_option_each
+from recoup.plans.model_plan import ModelPlan, plan
 from recoup.report.by_hand import recipes_by_hand
 from recoup.report.decisions import Decisions
 from recoup.report.memory import MemoryPicture, moments_of

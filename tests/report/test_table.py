@@ -7,9 +7,9 @@ from report_subjects import Made, make_profile, make_subject, with_notes
 
 from recoup.auditing.findings import Audit, Kind, make_finding
 from recoup.engines.drift import Drift
-from recoup.engines.plans import ModelPlan
 from recoup.planning import Bound, Plan, simulate
 from recoup.planning.solvers.baselines import every
+from recoup.plans.model_plan import ModelPlan
 from recoup.report import to_text
 from recoup.report.summary import summarize
 

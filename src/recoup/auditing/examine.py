@@ -15,12 +15,11 @@ from recoup.auditing.replays import Trial, try_replay
 from recoup.auditing.rounding import differs_by_rounding
 from recoup.auditing.saved import SavedLog, first_difference, run_logged
 from recoup.errors import CheckpointError, ReplayMismatchError
-from recoup.measuring.named import named_tensors
-from recoup.measuring.preserve import preserving
-from recoup.measuring.storages import storages
-from recoup.measuring.streaming import UnitCall
-from recoup.measuring.trees import tensors_in
-from recoup.measuring.undo import undone
+from recoup.model.named_arguments import named_tensors
+from recoup.model.preserve import preserving
+from recoup.model.streaming import UnitCall
+from recoup.model.undo import undone
+from recoup.tensors import storages, tensors_in
 
 __all__ = ["examine", "run_plainly"]
 

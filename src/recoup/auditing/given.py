@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recoup.measuring.streaming import UnitCall
-from recoup.measuring.trees import map_tensors
+from recoup.model.streaming import UnitCall
+from recoup.tensors import map_tensors
 
 __all__ = ["copied", "with_other_values"]
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from recoup.checkpointing import Checkpoint, is_replaying
 from recoup.checkpointing.digest import Digest, digest, is_same
 from recoup.checkpointing.mismatch import Kind, kind_of
+from recoup.devices.meter import device_of
 from recoup.errors import NothingToCheckpointError, ReplayMismatchError
-from recoup.measuring.anchor import gradients_from, seeded
-from recoup.measuring.meter import device_of
-from recoup.measuring.named import named_objects, named_tensors
-from recoup.measuring.notes import Notes
-from recoup.measuring.streaming import UnitCall
-from recoup.measuring.trees import tensors_in, version_of
+from recoup.model.cut_graph import gradients_from, seeded
+from recoup.model.named_arguments import named_objects, named_tensors
+from recoup.model.streaming import UnitCall
+from recoup.snapshot.python_state import Notes
+from recoup.tensors import tensors_in, version_of
 
 __all__ = ["Trial", "try_replay"]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from recoup.checkpointing.comparison import is_close
 from recoup.checkpointing.replay import pop_hooks, push_hooks
-from recoup.measuring.preserve import preserving
-from recoup.measuring.streaming import UnitCall
-from recoup.measuring.trees import tensors_in
+from recoup.model.preserve import preserving
+from recoup.model.streaming import UnitCall
+from recoup.tensors import tensors_in
 
 __all__ = ["differs_by_rounding"]
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from recoup.auditing.examine import examine, run_plainly
 from recoup.auditing.findings import Audit, Finding
-from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import watch_calls
-from recoup.measuring.intercept import suspended
-from recoup.measuring.steps import TrainingStep
-from recoup.measuring.streaming import UnitCall, stream
-from recoup.measuring.units import Units, choose_units, find_units
+from recoup.model.caches import without_caches
+from recoup.model.calls import watch_calls
+from recoup.model.stand_in import suspended
+from recoup.model.step import TrainingStep
+from recoup.model.streaming import UnitCall, stream
+from recoup.model.units import Units, choose_units, find_units
 
 __all__ = ["audit", "audit_step"]
 

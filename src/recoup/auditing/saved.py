@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from recoup.checkpointing.replay import pop_hooks, push_hooks
-from recoup.measuring.streaming import UnitCall
+from recoup.model.streaming import UnitCall
 
 __all__ = ["SavedLog", "first_difference", "run_logged"]
 

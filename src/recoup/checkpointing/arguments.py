@@ -8,72 +8,18 @@ replay would find used up, are refused.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import weakref
-from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup.errors import CheckpointError
+from recoup.tensors import PLAIN, path_to, put_all_together, take_all_apart, versions_of
 
-__all__ = ["Arguments", "contents", "path_to", "put_all_together", "take_all_apart", "versions_of"]
+__all__ = ["Arguments"]
 
-_PLAIN = frozenset({int, float, bool, str, type(None), complex, bytes, torch.dtype, torch.device, torch.Size})
-_BARE = frozenset({list, tuple, dict})
 _OURS = f"{__name__.partition('.')[0]}."
-
-
-class _Slot:
-    """Stands for the tensor with this index."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _Container:
-    """Stands for a container. It never refers to the original, which would keep its tensors alive."""
-
-    __slots__ = ("children", "keys", "kind", "pattern")
-
-    def __init__(self, original: Any, keys: tuple[Any, ...], children: list[Any]) -> None:
-        self.kind = type(original)
-        self.keys = keys
-        self.children = children
-        self.pattern: Any = None
-        """An emptied copy, for containers that carry more than their items."""
-        if isinstance(original, tuple):
-            self.pattern = getattr(original, "__dict__", None) or None
-        elif self.kind not in _BARE:
-            self.pattern = copy.copy(original)
-            self.fill(self.pattern, [None] * len(keys))
-
-    def fill(self, container: Any, values: list[Any]) -> None:
-        if isinstance(container, list):
-            container[:] = values
-        elif isinstance(container, deque):
-            container.clear()
-            container.extend(values)
-        elif isinstance(container, (dict, UserDict)):
-            for key, value in zip(self.keys, values, strict=True):
-                container[key] = value
-        else:
-            for key, value in zip(self.keys, values, strict=True):
-                object.__setattr__(container, key, value)  # frozen dataclasses too
-
-    def make_tuple(self, children: list[Any]) -> Any:
-        if hasattr(self.kind, "n_sequence_fields"):  # what torch.topk and others return
-            return self.kind(children)
-        # Past the subclass's own __new__: a named tuple takes fields, a packed sequence computes some.
-        made = tuple.__new__(self.kind, children)
-        if self.pattern:
-            made.__dict__.update(self.pattern)
-        return made
 
 
 class Arguments:
@@ -199,105 +145,6 @@ def _collect(values: Iterable[Any], tensors: list[Tensor]) -> bool:
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif type(value) not in _PLAIN:
+        elif type(value) not in PLAIN:
             return False
     return True
-
-
-def versions_of(tensors: list[Tensor]) -> list[int]:
-    """Their version counters."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # inference tensors have no version counter
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def take_all_apart(
-    args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Tensor], others: list[Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Puts slots for the tensors, which it appends to ``tensors``; ``others`` gets what is no plain data."""
-    apart = [_take_apart(value, tensors, others) for value in args]
-    return apart, {key: _take_apart(value, tensors, others) for key, value in kwargs.items()}
-
-
-def _take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, Iterator):
-        raise CheckpointError(
-            f"An argument is an iterator ({type(value).__name__}), which the replay would find used up. Pass a list."
-        )
-    found = contents(value)
-    if found is not None:
-        mark = len(tensors)
-        try:
-            return _Container(value, found[0], [_take_apart(item, tensors, others) for item in found[1]])
-        except CheckpointError:
-            raise
-        except Exception:  # a container that cannot be copied or filled: held as it is
-            del tensors[mark:]
-    others.append(value)
-    return value
-
-
-def contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """The keys and items of a container, or None if it is no container that can be taken apart."""
-    if isinstance(value, (list, tuple, deque)):
-        return tuple(range(len(value))), list(value)
-    if isinstance(value, (dict, UserDict)):
-        return tuple(value), list(value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
-        keys = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-        return keys, [getattr(value, key) for key in keys]
-    return None
-
-
-def put_all_together(
-    args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Undoes `take_all_apart`, with these tensors in the slots."""
-    together = [_put_together(node, tensors) for node in args]
-    return together, {key: _put_together(node, tensors) for key, node in kwargs.items()}
-
-
-def _put_together(node: Any, tensors: list[Tensor]) -> Any:
-    if type(node) is _Slot:
-        return tensors[node.index]
-    if type(node) is not _Container:
-        return node
-    children = [_put_together(child, tensors) for child in node.children]
-    if node.kind is list:
-        return children
-    if node.kind is dict:
-        return dict(zip(node.keys, children, strict=True))
-    if issubclass(node.kind, tuple):
-        return node.make_tuple(children)
-    container = copy.copy(node.pattern)
-    node.fill(container, children)
-    return container
-
-
-def path_to(index: int, args: Iterable[Any], kwargs: dict[str, Any], names: list[str]) -> str:
-    """Names a slot as the caller wrote it."""
-    for position, node in enumerate(args):
-        name = names[position] if position < len(names) else f"argument {position}"
-        for found, path in _paths(node, name):
-            if found == index:
-                return path
-    for key, node in kwargs.items():
-        for found, path in _paths(node, repr(key)):
-            if found == index:
-                return path
-    raise IndexError(index)
-
-
-def _paths(node: Any, name: str) -> Iterator[tuple[int, str]]:
-    if type(node) is _Slot:
-        yield node.index, name
-    elif type(node) is _Container:
-        attributes = not issubclass(node.kind, (list, tuple, deque, dict, UserDict))
-        for key, child in zip(node.keys, node.children, strict=True):
-            yield from _paths(child, f"{name}.{key}" if attributes else f"{name}[{key!r}]")

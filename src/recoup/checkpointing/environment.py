@@ -10,7 +10,7 @@ import torch.utils._device as default_device
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from recoup.checkpointing.rng import RandomState
+from recoup.snapshot.random_state import RandomState
 
 __all__ = ["WRITABLE", "Environment", "read_settings", "write_settings"]
 

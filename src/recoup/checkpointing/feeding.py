@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.arguments import (
-    Arguments,
-    contents,
-    path_to,
-    put_all_together,
-    take_all_apart,
-    versions_of,
-)
+from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.digest import Digest, digest, is_same
 from recoup.checkpointing.mismatch import Kind, kind_of
+from recoup.tensors import contents, path_to, put_all_together, take_all_apart, versions_of
 
 __all__ = ["FedArguments", "Feed", "Flow", "Outputs", "Place", "rooted", "tensors_in"]
 

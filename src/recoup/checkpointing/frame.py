@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.arguments import Arguments, put_all_together, take_all_apart
+from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
 from recoup.checkpointing.digest import Digest, digest_of_saved, packed
 from recoup.checkpointing.environment import Environment
@@ -52,6 +52,7 @@ from recoup.checkpointing.sampling import is_due
 from recoup.checkpointing.state import FunctionState
 from recoup.checkpointing.turns import turn, turn_holder
 from recoup.errors import InputChangedError, RecoupError
+from recoup.tensors import put_all_together, take_all_apart
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from recoup.checkpointing.own_code import global_names, is_library, is_own, methods_of_forward, slots_of
-from recoup.checkpointing.places import GlobalName, without_history
+from recoup.snapshot.own_code import global_names, is_library, is_own, methods_of_forward, slots_of
+from recoup.snapshot.places import GlobalName, without_history
 
 __all__ = ["Reach"]
 

@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from recoup.checkpointing.arguments import versions_of
 from recoup.checkpointing.feeding import FedArguments, Flow, Place
 from recoup.checkpointing.frame import Frame, Leaf
 from recoup.checkpointing.groups import Group
 from recoup.checkpointing.mismatch import Record
 from recoup.checkpointing.replay import FORGETFUL, Manner
 from recoup.checkpointing.replayable import SEEKING, Replayable, Sought
+from recoup.tensors import versions_of
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint

@@ -40,9 +40,9 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from recoup.checkpointing.guard import unguarded
-from recoup.checkpointing.places import bare, clear_all, holds, look, put, put_all, without_history
 from recoup.checkpointing.reach import Reach
 from recoup.errors import CheckpointError, InputChangedError
+from recoup.snapshot.places import bare, clear_all, holds, look, put, put_all, without_history
 
 __all__ = ["FunctionState"]
 

@@ -15,7 +15,7 @@ from recoup.cli.factory import Factory, load_factory
 from recoup.engines import ModelPlan
 from recoup.errors import CommandError, EncodingError
 from recoup.measuring import Profile
-from recoup.measuring.hardware.machine import hardware_to_json
+from recoup.measuring.estimate.machine import hardware_to_json
 from recoup.planning.documents import write_document
 from recoup.progress import showing
 from recoup.sizes import format_bytes

@@ -1,8 +1,8 @@
 """From a plan to a running model."""
 
-from recoup.engines.module import apply, is_applied, remove
-from recoup.engines.plans import ModelPlan, frontier, minimum_budget, plan
-from recoup.engines.tree import Leaf, Segment, tree_of
+from recoup.engines.eager import apply, is_applied, remove
+from recoup.plans.model_plan import ModelPlan, frontier, minimum_budget, plan
+from recoup.plans.tree import Leaf, Segment, tree_of
 
 __all__ = [
     "Leaf",

@@ -20,14 +20,14 @@ from typing import Any
 
 from torch import nn
 
-from recoup.engines.tree import Item, Leaf, Segment, leaves_of
 from recoup.errors import PolicyError, RecoupWarning
-from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import ModuleCall, module_names, watch_calls
-from recoup.measuring.intercept import own_forward, suspended
-from recoup.measuring.slices import unit_names
-from recoup.measuring.steps import TrainingStep
-from recoup.measuring.units import Units, choose_units, find_units
+from recoup.model.caches import without_caches
+from recoup.model.calls import ModuleCall, module_names, watch_calls
+from recoup.model.slices import unit_names
+from recoup.model.stand_in import own_forward, suspended
+from recoup.model.step import TrainingStep
+from recoup.model.units import Units, choose_units, find_units
+from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 from recoup.policies import KeepAll, Policy
 
 __all__ = ["arrange", "registered_calls"]

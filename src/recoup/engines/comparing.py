@@ -17,18 +17,18 @@ from recoup.engines.drift import (
     on_host,
     too_far,
 )
-from recoup.engines.plans import ModelPlan
-from recoup.engines.tree import leaves_of
 from recoup.errors import VerificationError
-from recoup.measuring.anchor import gradients_from, seeded
-from recoup.measuring.caches import without_caches
-from recoup.measuring.intercept import intercepted, suspended
-from recoup.measuring.options import KEEP, InnerForward, Recipe, run_recipe
-from recoup.measuring.slices import find_module
-from recoup.measuring.steps import TrainingStep
-from recoup.measuring.streaming import UnitCall, stream
-from recoup.measuring.trees import needing_gradient
-from recoup.measuring.undo import undone
+from recoup.model.caches import without_caches
+from recoup.model.cut_graph import gradients_from, seeded
+from recoup.model.recipe import KEEP, InnerForward, Recipe, run_recipe
+from recoup.model.slices import find_module
+from recoup.model.stand_in import intercepted, suspended
+from recoup.model.step import TrainingStep
+from recoup.model.streaming import UnitCall, stream
+from recoup.model.undo import undone
+from recoup.plans.model_plan import ModelPlan
+from recoup.plans.tree import leaves_of
+from recoup.tensors import needing_gradient
 
 __all__ = ["Compared", "compare_units"]
 

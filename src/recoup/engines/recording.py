@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from recoup.measuring.meter import CpuMeter, Meter
+from recoup.devices.meter import CpuMeter, Meter
 
 __all__ = ["MOST_POINTS", "Points", "Recording", "record", "thinned"]
 

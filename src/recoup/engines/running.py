@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from recoup.checkpointing import Checkpoint, Group, Span
-from recoup.engines.tree import Item, Leaf, Segment, leaves_of
-from recoup.measuring.options import KEEP, Recipe, run_recipe
+from recoup.model.recipe import KEEP, Recipe, run_recipe
+from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 
 __all__ = ["Nesting", "PlannedCall", "Run"]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from recoup.checkpointing.sampling import sampling
+from recoup.devices.meter import Meter, device_of, make_meter
 from recoup.engines.comparing import Compared, compare_units
 from recoup.engines.drift import (
     Drift,
@@ -26,13 +27,12 @@ from recoup.engines.drift import (
     on_host,
     too_far,
 )
-from recoup.engines.plans import ModelPlan
 from recoup.engines.recording import Points, Recording, record
 from recoup.errors import OverBudgetError, ReplayMismatchError, VerificationError
-from recoup.measuring.caches import CachelessForward, without_caches
-from recoup.measuring.intercept import installed, suspended
-from recoup.measuring.meter import Meter, device_of, make_meter
-from recoup.measuring.steps import TrainingStep
+from recoup.model.caches import CachelessForward, without_caches
+from recoup.model.stand_in import installed, suspended
+from recoup.model.step import TrainingStep
+from recoup.plans.model_plan import ModelPlan
 from recoup.progress import note
 from recoup.sizes import format_bytes
 

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.checkpointing.arguments import contents
 from recoup.errors import RecoupWarning
-from recoup.measuring.conditions import Conditions, autocast_of, input_shapes, positional_names
-from recoup.measuring.tracing import is_recomputed_by_others
+from recoup.model.conditions import Conditions, autocast_of, input_shapes, positional_names
+from recoup.model.tracing import is_recomputed_by_others
+from recoup.tensors import contents
 
 __all__ = ["Watch"]
 

@@ -1,12 +1,12 @@
 """What a training step costs: bytes and seconds, unit by unit."""
 
-from recoup.measuring.hardware import Hardware, find_hardware, measure_hardware, read_hardware, write_hardware
+from recoup.devices.tracker import MemoryTracker
+from recoup.measuring.estimate import Hardware, find_hardware, measure_hardware, read_hardware, write_hardware
 from recoup.measuring.measure import measure
-from recoup.measuring.optimizer import OptimizerCost, optimizer_cost
-from recoup.measuring.options import Recipe
-from recoup.measuring.preserve import preserving
-from recoup.measuring.profile import Profile, ProfiledUnit
-from recoup.measuring.tracker import MemoryTracker
+from recoup.measuring.optimizer.cost import OptimizerCost, optimizer_cost
+from recoup.model.preserve import preserving
+from recoup.model.recipe import Recipe
+from recoup.plans.profile import Profile, ProfiledUnit
 
 __all__ = [
     "Hardware",

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.errors import CheckpointError, SampleError, UnitError
-from recoup.measuring.caches import without_caches
-from recoup.measuring.calls import ModuleCall, class_of_module, module_names, watch_calls
-from recoup.measuring.conditions import Conditions, recording
-from recoup.measuring.costs import CodeSeconds, Residents, StepCosts
-from recoup.measuring.effort import Effort
-from recoup.measuring.encode import encode, positions_of
-from recoup.measuring.hardware import Hardware, check_ranks, faked, find_hardware, sharded
-from recoup.measuring.intercept import intercepted, suspended
-from recoup.measuring.isolate import (
+from recoup.measuring.estimate import Hardware, check_ranks, faked, find_hardware, sharded
+from recoup.measuring.optimizer.cost import OptimizerCost, joint_cost, optimizer_cost, state_bytes_of
+from recoup.measuring.problem.costs import CodeSeconds, StepCosts
+from recoup.measuring.problem.encode import encode, positions_of
+from recoup.measuring.stream.structure import SeenCall, Structure, look
+from recoup.measuring.stream.timing import time_code, time_inside
+from recoup.measuring.unit.effort import Effort
+from recoup.measuring.unit.one_unit import (
     CallBytes,
     CallTiming,
     Gradients,
@@ -27,23 +27,23 @@ from recoup.measuring.isolate import (
     rounded,
     time_call,
 )
-from recoup.measuring.meter import Meter, Timing, device_of, make_meter
-from recoup.measuring.optimizer import OptimizerCost, joint_cost, optimizer_cost, state_bytes_of
-from recoup.measuring.optimizers import Optimizers
-from recoup.measuring.options import KEEP, InnerForward, Recipe
-from recoup.measuring.pace import USUAL_PACE, Pace, find_pace, time_plain_step
-from recoup.measuring.preserve import held_random_state
-from recoup.measuring.profile import Profile, ProfiledUnit
-from recoup.measuring.recipes import useful_recipes
-from recoup.measuring.slices import unit_names
-from recoup.measuring.steps import TrainingStep
-from recoup.measuring.streaming import LeakError, UnitCall
-from recoup.measuring.structure import SeenCall, Structure, look
-from recoup.measuring.timing import time_code, time_inside
-from recoup.measuring.trees import storages_of
-from recoup.measuring.undo import undone
-from recoup.measuring.units import Units, children_of, choose_units, find_units, split_units
+from recoup.measuring.unit.pace import USUAL_PACE, Pace, find_pace, time_plain_step
+from recoup.measuring.unit.recipes import useful_recipes
+from recoup.model.caches import without_caches
+from recoup.model.calls import ModuleCall, class_of_module, module_names, watch_calls
+from recoup.model.conditions import Conditions, recording
+from recoup.model.optimizers import Optimizers
+from recoup.model.preserve import held_random_state
+from recoup.model.recipe import KEEP, InnerForward, Recipe
+from recoup.model.slices import unit_names
+from recoup.model.stand_in import intercepted, suspended
+from recoup.model.step import TrainingStep
+from recoup.model.streaming import LeakError, UnitCall
+from recoup.model.undo import undone
+from recoup.model.units import Units, children_of, choose_units, find_units, split_units
+from recoup.plans.profile import Profile, ProfiledUnit, Residents
 from recoup.progress import note
+from recoup.tensors import storages_of
 
 __all__ = ["Measured", "measure", "measure_step"]
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from recoup.engines.plans import ModelPlan
 from recoup.errors import ScheduleError
-from recoup.measuring.options import RECOMPUTE
-from recoup.measuring.profile import Profile
+from recoup.model.recipe import RECOMPUTE
 from recoup.planning import Bound, Plan, Schedule, simulate
 from recoup.planning.solvers.baselines import REPLAY, every, one_option_each
+from recoup.plans.model_plan import ModelPlan
+from recoup.plans.profile import Profile
 
 __all__ = ["ByHand", "recipes_by_hand"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from recoup.engines.plans import ModelPlan
-from recoup.engines.tree import Item, Leaf, Segment, leaves_of
 from recoup.errors import ScheduleError
 from recoup.planning import Action, Backward, Forward, Keep, Option, Schedule, simulate
 from recoup.planning.solvers.baselines import REPLAY
+from recoup.plans.model_plan import ModelPlan
+from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 
 __all__ = ["Decision", "Decisions", "Way"]
 

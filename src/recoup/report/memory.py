@@ -12,10 +12,10 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from recoup.engines.plans import ModelPlan, span_name
 from recoup.engines.recording import Points, thinned
-from recoup.measuring.profile import Profile
 from recoup.planning import Backward, Simulation
+from recoup.plans.model_plan import ModelPlan, span_name
+from recoup.plans.profile import Profile
 from recoup.report.numbers import byte_ticks, second_ticks
 from recoup.report.subject import Subject
 from recoup.sizes import format_bytes

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from recoup.engines.plans import ModelPlan
-from recoup.measuring.profile import Profile
+from recoup.plans.model_plan import ModelPlan
+from recoup.plans.profile import Profile
 from recoup.report.by_hand import recipes_by_hand
 from recoup.report.memory import MemoryPicture
 from recoup.report.numbers import byte_ticks

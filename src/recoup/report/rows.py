@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recoup.engines.plans import ModelPlan, span_name
+from recoup.plans.model_plan import ModelPlan, span_name
 from recoup.report.decisions import Decision, Decisions
 from recoup.report.reasons import explain
 

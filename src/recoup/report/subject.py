@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from recoup.engines.plans import ModelPlan
 from recoup.engines.verify import Verification
+from recoup.plans.model_plan import ModelPlan
 
 __all__ = ["Findings", "Subject"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from recoup.engines.plans import ModelPlan, frontier
-from recoup.measuring.profile import Profile
+from recoup.plans.model_plan import ModelPlan, frontier
+from recoup.plans.profile import Profile
 from recoup.report.by_hand import ByHand, recipes_by_hand
 from recoup.report.memory import Tick
 from recoup.report.numbers import byte_ticks, format_seconds, format_share, share_ticks

@@ -13,7 +13,7 @@ from planning.problems import budgets_between, random_problem, small_problems, t
 
 from recoup.planning import Option, Problem, Unit, minimum_budget, simulate, trace
 from recoup.planning.solvers.chain import ChainSolver, solve_chain
-from recoup.planning.solvers.chain_prepared import PreparedChain
+from recoup.planning.solvers.chain.prepared import PreparedChain
 from recoup.planning.solvers.select import SelectSolver
 
 

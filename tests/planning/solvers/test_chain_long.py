@@ -8,13 +8,13 @@ import pytest
 from planning.problems import equal_problem, random_problem
 
 from recoup.planning import Problem, simulate
-from recoup.planning.solvers.chain_costs import ChainCosts
-from recoup.planning.solvers.chain_floors import ChainFloors
-from recoup.planning.solvers.chain_groups import group_chain
-from recoup.planning.solvers.chain_long import PreparedLongChain
-from recoup.planning.solvers.chain_prepared import PreparedChain
-from recoup.planning.solvers.chain_runs import Run, RunTable, find_run, read_run_schedule
-from recoup.planning.solvers.chain_table import ChainTable, Rounding
+from recoup.planning.solvers.chain.costs import ChainCosts
+from recoup.planning.solvers.chain.floors import ChainFloors
+from recoup.planning.solvers.chain.groups import group_chain
+from recoup.planning.solvers.chain.long import PreparedLongChain
+from recoup.planning.solvers.chain.prepared import PreparedChain
+from recoup.planning.solvers.chain.runs import Run, RunTable, find_run, read_run_schedule
+from recoup.planning.solvers.chain.table import ChainTable, Rounding
 
 
 @pytest.mark.parametrize("again_s", [0.0, 1.25])

@@ -11,7 +11,7 @@ from planning.selections import least_seconds, one_option_schedules
 
 from recoup.planning import Backward, Forward, Keep, Problem, Schedule, minimum_budget, plan, simulate
 from recoup.planning.solvers.chain import ChainSolver
-from recoup.planning.solvers.chain_long import PreparedLongChain
+from recoup.planning.solvers.chain.long import PreparedLongChain
 from recoup.planning.solvers.select import SelectSolver
 
 KEEP_NOTHING = "less0"

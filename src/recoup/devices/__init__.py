@@ -1,0 +1,1 @@
+"""What a device has, holds and takes."""

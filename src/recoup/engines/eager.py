@@ -1,0 +1,301 @@
+"""``apply`` and ``remove``: a plan or a policy on a model, in place, without a visible trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.checkpointing.turns import begin_turn, end_turn, joined
+from recoup.engines.by_policy import arrange
+from recoup.engines.running import Nesting, PlannedCall, Run
+from recoup.engines.watching import Watch
+from recoup.errors import ApplyError
+from recoup.model.caches import CachelessForward, cached_models
+from recoup.model.checks import check_model
+from recoup.model.conditions import Conditions
+from recoup.model.recipe import KEEP, InnerForward, Recipe
+from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
+from recoup.model.stand_in import StandIn, install, installed, uninstall
+from recoup.model.units import Units
+from recoup.planning import Backward
+from recoup.plans.model_plan import ModelPlan
+from recoup.plans.profile import ProfiledUnit
+from recoup.plans.tree import Item, Segment, leaves_of
+from recoup.policies import Policy
+
+__all__ = ["apply", "is_applied", "remove"]
+
+
+class _Engine(Nesting):
+    """What the stand-ins of one model share: the plan; and where the step stands that this thread runs."""
+
+    def __init__(self, items: Sequence[Item], recipes: dict[int, tuple[Recipe, ...]], watch: Watch) -> None:
+        self.items, self.recipes, self.watch = tuple(items), recipes, watch
+        self.depth = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """A new step begins, or one has ended: nothing of it may stay."""
+        self.run = Run(self.items, self.recipes)
+        self.num_calls: dict[nn.Module, int] = {}
+
+    def __reduce__(self) -> Any:
+        return _Engine, (self.items, self.recipes, self.watch)
+
+
+class _Planned(StandIn):
+    """Stands in for a forward by the plan."""
+
+    def __init__(self, engine: _Engine, module: nn.Module) -> None:
+        super().__init__(module)
+        self.engine = engine
+
+    def run_traced(self, *args: Any, **kwargs: Any) -> Any:
+        """Says that the plan is not in force where the model is compiled."""
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            self.engine.watch.at_compiling()
+        return self.original(*args, **kwargs)
+
+
+class _Root(_Planned):
+    """Stands in for the model's forward: each call is a step of its own."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        engine = self.engine
+        engine.reset()
+        if engine.depth == 0:
+            engine.watch.before(self.module, self.original, args, kwargs)
+        taken = begin_turn()  # units that are kept draw from the same generators
+        engine.depth += 1
+        before, engine.watch.thread = engine.watch.thread, get_ident() if taken else engine.watch.thread
+        try:
+            output = self.original(*args, **kwargs)
+        finally:
+            engine.watch.thread = before
+            engine.depth -= 1
+            engine.reset()
+            if taken:
+                end_turn()
+        if engine.depth == 0:
+            engine.watch.after(output)
+        return output
+
+
+class _UnitForward(_Planned):
+    """Stands in for a unit's forward: runs each of its calls as the plan says."""
+
+    def __init__(
+        self, engine: _Engine, module: nn.Module, units: Sequence[int], *, training: bool | None
+    ) -> None:
+        super().__init__(engine, module)
+        self.training = training
+        """The mode that the plan is for; None for both."""
+        self.units = tuple(units)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        if engine.is_inside or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if self.training is not None and self.module.training != self.training:
+            engine.watch.at_unit_in_other_mode(self.training)
+            return self.original(*args, **kwargs)
+        if engine.watch.is_recomputed_by_others():
+            return self.original(*args, **kwargs)
+        call = PlannedCall(self._unit(), self.module, self.original, engine)
+        if engine.depth or engine.watch.thread is None:
+            return engine.run(call, *args, **kwargs)
+        # A thread of the model's own, beside the one that runs the model.
+        with joined(engine.watch.thread):
+            return engine.run(call, *args, **kwargs)
+
+    def _unit(self) -> int:
+        if len(self.units) == 1:
+            return self.units[0]
+        engine = self.engine
+        number = engine.num_calls.get(self.module, 0)
+        if number == len(self.units) and engine.depth == 0:
+            # The model itself is never called (a step of the user's calls its parts): a new step has begun.
+            engine.reset()
+            number = 0
+        engine.num_calls[self.module] = number + 1
+        return self.units[min(number, len(self.units) - 1)]
+
+
+def apply(
+    model: nn.Module,
+    plan: ModelPlan | Policy,
+    *,
+    units: Units | Iterable[Units] | None = None,
+    sample: Any = None,
+    costs: Sequence[float] | None = None,
+) -> nn.Module:
+    """Lets a model run as a plan or a policy says, in place; what was there before is replaced.
+
+    The model keeps its class, names, ``state_dict`` and hooks; it can be copied and pickled with its plan. Calls
+    without gradients run plainly, and with a plan those in another mode (train or eval) than the measured one. So does
+    a model that is traced, exported, compiled or transformed by torch.func. Where everything is kept, nothing is
+    touched.
+
+    With a plan, a training call that leaves what was measured gives a `RecoupWarning`, once of each kind: larger
+    inputs, other autocast, another mode, more forwards before a backward, checkpoints of the model's own, an output
+    that is held, gradients that are there when a forward begins.
+
+    With a policy nothing is measured, and no budget is promised. X, counted
+    in the order in which the model registers them; what runs between them is kept.
+
+    Args:
+        model: in any state; a policy holds in train mode and in eval mode.
+        plan: what `recoup.plan` made, or one of `recoup.policies`, such as ``UniformSegments(4)``.
+        units: with a policy: the modules that it is about, as for `measure`.
+        sample: with a policy: what the model takes (a tensor, a tuple of arguments, a dict of keyword arguments). It is
+            run once, without a trace, and units are counted in the order of their calls.
+        costs: with a policy that decides by them: one for each unit.
+
+    Raises:
+        ApplyError: the plan was made for another model; or no plan can be for this one.
+        PolicyError: the policy does not suit the model's units.
+        UnitError: there are no such units.
+
+    >>> from recoup.policies import UniformSegments
+    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    >>> loss = apply(model, UniformSegments(2))(torch.zeros(4, 8)).sum()
+    >>> loss.backward()
+    """
+    check_model(model, ApplyError)
+    if isinstance(plan, Policy):
+        found, items = arrange(model, plan, units=units, sample=sample, costs=costs)
+        modules = {module: [index] for index, module in enumerate(found)}
+        recipes: dict[int, tuple[Recipe, ...]] = dict.fromkeys(range(len(found)), (KEEP,))
+        engine = _Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))
+        modes: dict[nn.Module, bool] = {}
+    else:
+        _refuse_more(plan, units=units, sample=sample, costs=costs)
+        modules = _check(model, plan)
+        profile = plan.profile
+        recipes = {index: unit.recipes for index, unit in enumerate(profile.units)}
+        watch = Watch(
+            profile.conditions, holds_output=profile.holds_output, gradients_fit=_gradients_fit(plan)
+        )
+        engine = _Engine(plan.items, recipes, watch)
+        modes = {module: _mode(model, module, profile.conditions) for module in modules}
+    remove(model)
+    _install(model, engine, modules, modes)
+    return model
+
+
+def _install(
+    model: nn.Module, engine: _Engine, modules: dict[nn.Module, list[int]], modes: dict[nn.Module, bool]
+) -> None:
+    planned = _planned_units(engine)
+    touched = {module: units for module, units in modules.items() if planned.keys() & set(units)}
+    for module, units in touched.items():
+        install(module, _UnitForward(engine, module, units, training=modes.get(module)))
+        for name in {name for unit in units for name in planned.get(unit, ())}:
+            inner = module.get_submodule(name)
+            if not isinstance(vars(inner).get("forward"), InnerForward):
+                install(inner, InnerForward(inner))
+    for sequential, slices in slices_by_sequential(model, touched).items():
+        install(sequential, SlicedForward(sequential, slices))
+    if planned:
+        for cached in cached_models(model):
+            install(cached, CachelessForward(cached))
+        install(model, _Root(engine, model))
+
+
+def _refuse_more(plan: Any, **given: Any) -> None:
+    if not isinstance(plan, ModelPlan):
+        raise ApplyError(
+            f"apply takes a plan, or a policy such as recoup.policies.EveryN(2); got a {type(plan).__name__}. Of what"
+            " recoup.fit returns, take .plan."
+        )
+    for name, value in given.items():
+        if value is not None:
+            raise ApplyError(f"{name}= goes with a policy; a plan has its own. Leave it out.")
+
+
+def _gradients_fit(plan: ModelPlan) -> tuple[bool, bool]:
+    """Whether gradients of the step before fit the budget beside a plan's forward, and beside its backward."""
+    profile = plan.profile
+    if profile.accumulates:
+        return True, True
+    actions, timeline = plan.schedule.schedule.actions, plan.schedule.predicted.timeline
+    first = next(index for index, action in enumerate(actions) if isinstance(action, Backward))
+    spare_bytes = plan.budget_bytes - profile.residents.gradient_bytes
+    forward_bytes = max(moment.num_bytes for moment in timeline if moment.action < first)
+    is_known = profile.conditions is not None and profile.conditions.stale_gradients
+    return is_known or forward_bytes <= spare_bytes, plan.predicted_bytes <= spare_bytes
+
+
+def _mode(model: nn.Module, unit: nn.Module, conditions: Conditions | None) -> bool:
+    """Whether a unit's plan is for training mode: the unit's own mode, unless the whole model has changed since."""
+    if conditions is None or model.training == conditions.training:
+        return unit.training
+    return conditions.training
+
+
+def _check(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:
+    """The plan's units by module."""
+    if type(model).__name__ != plan.profile.model:
+        raise ApplyError(
+            f"The plan was made for a {plan.profile.model}, and this model is a {type(model).__name__}."
+            " Measure and plan this model."
+        )
+    modules: dict[str, nn.Module] = {}
+    found: dict[nn.Module, list[int]] = {}
+    for index, unit in enumerate(plan.profile.units):
+        if unit.module is None:
+            continue
+        if unit.module not in modules:
+            modules[unit.module] = _find(model, unit.module)
+        _check_inside(modules[unit.module], unit)
+        found.setdefault(modules[unit.module], []).append(index)
+    return found
+
+
+def _find(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return find_module(model, name)
+    except AttributeError:
+        raise ApplyError(
+            f"The plan decides about {name!r}, which this model does not have. Measure and plan this model."
+        ) from None
+
+
+def _check_inside(module: nn.Module, unit: ProfiledUnit) -> None:
+    for name in {name for recipe in unit.recipes for name in recipe.inner}:
+        try:
+            module.get_submodule(name)
+        except AttributeError:
+            raise ApplyError(
+                f"The plan decides about {name!r} inside {unit.module!r}, which this model does not have. Measure and"
+                " plan this model."
+            ) from None
+
+
+def _planned_units(engine: _Engine) -> dict[int, tuple[str, ...]]:
+    """Units that are not simply kept, each with the modules inside that any of its recipes checkpoints."""
+    planned: dict[int, tuple[str, ...]] = {}
+    for item in engine.items:
+        for leaf in leaves_of([item]):
+            recipe = engine.recipes[leaf.unit][leaf.option]
+            if isinstance(item, Segment) or recipe != KEEP:
+                planned[leaf.unit] = recipe.inner
+    return planned
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Takes the plan off a model again, exactly; does nothing to a model without one."""
+    for stand_in in installed(model):
+        uninstall(stand_in.module, stand_in.original)
+    return model
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether a plan is on the model."""
+    return bool(installed(model))

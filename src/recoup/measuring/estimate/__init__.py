@@ -1,0 +1,21 @@
+"""Steps estimated for hardware that is not there: fake tensors, rooflines, and shards over ranks."""
+
+from recoup.measuring.estimate.benchmark import measure_hardware
+from recoup.measuring.estimate.faking import FakeMeter, faked
+from recoup.measuring.estimate.known import KNOWN, PUBLISHED_EFFICIENCY, find_hardware
+from recoup.measuring.estimate.machine import Hardware, read_hardware, write_hardware
+from recoup.measuring.estimate.sharding import check_ranks, sharded
+
+__all__ = [
+    "KNOWN",
+    "PUBLISHED_EFFICIENCY",
+    "FakeMeter",
+    "Hardware",
+    "check_ranks",
+    "faked",
+    "find_hardware",
+    "measure_hardware",
+    "read_hardware",
+    "sharded",
+    "write_hardware",
+]

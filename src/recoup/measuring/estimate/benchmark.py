@@ -1,0 +1,112 @@
+"""The present device in numbers: a few seconds of products, copies and small operations."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from recoup.devices.meter import make_meter
+from recoup.errors import HardwareError
+from recoup.measuring.estimate.machine import Hardware
+
+__all__ = ["measure_hardware"]
+
+_NUM_RUNS = 5
+_NUM_SMALL = 200
+
+
+def measure_hardware(device: str | torch.device | None = None) -> Hardware:
+    """Measures products in float32 and bfloat16, copies on the device and to it, and the time of a small operation.
+
+    On a host, bfloat16 is taken to be as fast as float32.
+
+    Args:
+        device: such as ``"cuda"`` or ``"cpu"``; unless given, the GPU if there is one.
+
+    Raises:
+        HardwareError: there is no such device here.
+    """
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type not in ("cuda", "cpu") or (chosen.type == "cuda" and not torch.cuda.is_available()):
+        raise HardwareError(
+            f"There is no device {str(chosen)!r} here to measure; recoup measures cuda and cpu."
+        )
+    is_gpu = chosen.type == "cuda"
+    size, num_bytes = (8192, 2**30) if is_gpu else (1024, 2**27)
+    held = torch.cuda.memory_allocated(chosen) if is_gpu else 0
+    float32 = _flops_per_s(size, torch.float32, chosen)
+    # Virtual hosts may claim instructions for bfloat16 that then end the process: theirs is taken to be float32's.
+    half = _flops_per_s(size, torch.bfloat16, chosen) if is_gpu else float32
+    # What the libraries allocated for themselves, and keep.
+    workspace_bytes = max(0, torch.cuda.memory_allocated(chosen) - held) if is_gpu else 0
+    return Hardware(
+        name=torch.cuda.get_device_name(chosen) if is_gpu else "CPU",
+        memory_bytes=make_meter(chosen).total_bytes(),
+        float32_flops_per_s=float32,
+        tf32_flops_per_s=_with_tf32(size, chosen) if is_gpu else 0.0,
+        half_flops_per_s=half,
+        bandwidth_bytes_per_s=_bandwidth(num_bytes, chosen),
+        host_link_bytes_per_s=_host_link(num_bytes // 4, chosen),
+        latency_s=_latency_s(chosen),
+        workspace_bytes=workspace_bytes,
+        device_type="cuda" if is_gpu else "cpu",
+    )
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """The median of several runs after one that does not count."""
+    times = []
+    for _ in range(_NUM_RUNS + 1):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _flops_per_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    # Not zeros: with those, GPUs draw less power and run faster than they ever will again.
+    left = torch.rand(size, size, device=device).to(dtype)
+    right = torch.rand(size, size, device=device).to(dtype)
+    return 2 * size**3 / _seconds(lambda: left @ right, device)
+
+
+def _with_tf32(size: int, device: torch.device) -> float:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return _flops_per_s(size, torch.float32, device)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _bandwidth(num_bytes: int, device: torch.device) -> float:
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _host_link(num_bytes: int, device: torch.device) -> float:
+    source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return num_bytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def _latency_s(device: torch.device) -> float:
+    small = torch.zeros(8, device=device)
+
+    def run() -> None:
+        for _ in range(_NUM_SMALL):
+            small.add_(1)
+
+    return _seconds(run, device) / _NUM_SMALL

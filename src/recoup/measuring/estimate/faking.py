@@ -1,0 +1,241 @@
+"""A training step on tensors without memory: a copy of the model that claims to run on some hardware."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from recoup.devices.meter import CpuMeter, Parts, Timing
+from recoup.devices.tracker import MemoryTracker
+from recoup.errors import SampleError
+from recoup.measuring.estimate.kernels import CudaKernels
+from recoup.measuring.estimate.machine import Hardware
+from recoup.measuring.estimate.roofline import operation_s
+from recoup.measuring.estimate.workspaces import workspace_bytes
+from recoup.measuring.optimizer.rehearsal import _Replacing
+from recoup.model.calls import module_names
+from recoup.model.preserve import preserving
+from recoup.model.step import TrainingStep
+from recoup.tensors import map_tensors
+
+__all__ = ["FakeMeter", "faked"]
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_CPU = torch.device("cpu")
+
+
+# Autograd asks a fake for its device by way of the dispatcher, twice as often as anything else happens.
+_DEVICE = torch.ops.prim.device.default
+
+
+class _HardwareTracker(MemoryTracker):
+    """Counts as some hardware's allocator does, which rounds sizes up, and with what its kernels take."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing compiled runs here, and to say so at every operation takes longer than the operation."""
+        return False
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__()
+        self._rounding_bytes = hardware.rounding_bytes
+        self._is_gpu = hardware.device_type == "cuda"
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return _CPU
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._is_gpu and (taken_bytes := workspace_bytes(func, args, result)):
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes + taken_bytes)
+        return result
+
+    def _taken(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._rounding_bytes) * self._rounding_bytes
+
+
+class _Fakes:
+    """Makes a fake for every tensor, and always the same one."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+        self._made = WeakTensorKeyDictionary()
+
+    def is_ours(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        if self.is_ours(tensor):
+            return tensor
+        found: Tensor | None = self._made.get(tensor)
+        if found is None:
+            if tensor.layout is not torch.strided or is_lazy(tensor):
+                raise SampleError(
+                    "Fake tensors stand for strided tensors only; this model or sample holds"
+                    f" {'an uninitialised parameter' if is_lazy(tensor) else tensor.layout}. Measure it as it is,"
+                    " without hardware=."
+                )
+            with self.mode, torch.no_grad():
+                found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
+            if tensor.requires_grad:
+                found.requires_grad_()
+            self._made[tensor] = found
+        return found
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """A copy of a model with fake parameters and buffers. The model itself is only read."""
+        memo: dict[int, Any] = {}
+        with self.mode:
+            for parameter in model.parameters():
+                memo[id(parameter)] = nn.Parameter(self.fake(parameter).detach(), parameter.requires_grad)
+        try:
+            with _Replacing(self.fake):
+                copied: nn.Module = copy.deepcopy(model, memo)
+        except SampleError:
+            raise
+        except Exception as error:
+            raise SampleError(
+                f"{type(model).__name__} cannot be copied for an estimate: {type(error).__name__}: {error}. Make it"
+                " so that copy.deepcopy takes it, or measure it as it is, without hardware=."
+            ) from error
+        return copied
+
+
+class _Clock(TorchDispatchMode):
+    """Adds up what every operation would take; and lets tensors from outside take part as fakes."""
+
+    def __init__(self, fakes: _Fakes, hardware: Hardware) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes, self._hardware = fakes, hardware
+        self.now_s = 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return _CPU
+        kwargs = kwargs or {}
+        if not all(self._fakes.is_ours(value) for value in _tensors_in(args)):
+            args = tree_map_only(Tensor, self._fakes.fake, args)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _CPU}
+        result = func(*args, **kwargs)
+        self.now_s += operation_s(func, args, kwargs, result, self._hardware)
+        return result
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
+class FakeMeter(CpuMeter):
+    """Bytes of fake storages, rounded as the hardware's allocator does; seconds by the roofline."""
+
+    is_estimate = True
+
+    def __init__(self, hardware: Hardware, clock: _Clock) -> None:
+        super().__init__()
+        self.hardware = hardware
+        self.rounding_bytes = hardware.rounding_bytes
+        self.workspace_bytes = hardware.workspace_bytes
+        self._clock = clock
+
+    @property
+    def device_name(self) -> str:
+        """How reports call the device."""
+        return f"{self.hardware.name} (estimated)"
+
+    def make_tracker(self) -> MemoryTracker:
+        """One that counts as the hardware does."""
+        return _HardwareTracker(self.hardware)
+
+    def stamp(self) -> float:
+        """What all operations so far would have taken."""
+        return self._clock.now_s
+
+    def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
+        """One run tells all: the same operations take the same seconds."""
+        return super().time(make_run)
+
+    def free_bytes(self) -> int:
+        """All of it."""
+        return self.hardware.memory_bytes
+
+    def total_bytes(self) -> int:
+        """The hardware's memory."""
+        return self.hardware.memory_bytes
+
+
+@contextmanager
+def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep, FakeMeter]]:
+    """The same step on fake tensors, to be run inside this context only; and the meter that reads it.
+
+    Raises:
+        SampleError: the step is the user's own callable, the model cannot be copied, or it asks for values.
+    """
+    if step.step is not None:
+        raise SampleError(
+            "With hardware= a copy of the model runs on fake tensors, and a step= callable would run the model itself."
+            " Give sample and loss= instead."
+        )
+    fakes = _Fakes()
+    model = fakes.model(step.model)
+    sample = map_tensors(fakes.fake, step.sample)
+    clock = _Clock(fakes, hardware)
+    with ExitStack() as stack:
+        # An empty model: the copy may change. What its code shares with the original may not, nor random numbers.
+        stack.enter_context(preserving(nn.Module(), reached=step.reach()))
+        stack.enter_context(fakes.mode)
+        stack.enter_context(clock)
+        if hardware.device_type == "cuda":
+            stack.enter_context(CudaKernels())
+        try:
+            yield TrainingStep(model, sample, loss=step.loss), FakeMeter(hardware, clock)
+        except SampleError as error:
+            if isinstance(error.__cause__, _NEEDS_VALUES):
+                raise _refusal(model, error.__cause__) from error.__cause__
+            raise
+        except _NEEDS_VALUES as error:
+            raise _refusal(model, error) from error
+
+
+def _refusal(model: nn.Module, error: BaseException) -> SampleError:
+    """Names the module that asked for what fake tensors do not have."""
+    names = module_names(model)
+    inside, trace = model, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names:
+            inside = owner
+        trace = trace.tb_next
+    where = f"{names[inside]!r} ({type(inside).__name__})" if names[inside] else type(inside).__name__
+    operation = getattr(error, "func", None) or next(iter(error.args), "")
+    return SampleError(
+        f"{where} needs the values of its data ({operation}), which fake tensors do not have: a step whose shapes or"
+        " branches depend on data cannot be estimated. Measure it on the device itself, without hardware=."
+    )

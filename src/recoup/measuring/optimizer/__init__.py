@@ -1,0 +1,1 @@
+"""What an optimizer's state and step take."""

@@ -1,0 +1,107 @@
+"""What an optimizer holds, will hold, and needs for a moment, without running it on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recoup.measuring.optimizer.rehearsal import rehearse_on_fakes, rehearse_on_samples
+from recoup.model.optimizers import read_optimizers
+from recoup.tensors import plain_tensors, storages, tensors_in
+
+__all__ = ["OptimizerCost", "joint_cost", "optimizer_cost", "state_bytes_of"]
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Bytes of an optimizer on its parameters' device, beside parameters and gradients.
+
+    Attributes:
+        state_bytes: what its state takes now.
+        missing_bytes: what its state will take in addition once every parameter with a gradient was stepped.
+        transient_bytes: what one `step()` needs in addition while it runs.
+        is_estimate: whether its step could not be rehearsed exactly.
+    """
+
+    state_bytes: int
+    missing_bytes: int
+    transient_bytes: int
+    is_estimate: bool = False
+
+
+def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> OptimizerCost:
+    """Measures an optimizer by rehearsing two steps of a copy of it on tensors without memory.
+
+    Nothing of the optimizer or the model changes, and their device is not filled. Where such a rehearsal
+    fails (a step that looks at values), one on a few elements of each tensor is scaled up; where that fails as well
+    (a step that needs a closure), two tensors of each parameter's size are assumed for what is missing, and two for
+    the step. `is_estimate` marks both. An optimizer with a growing history, such as L-BFGS, takes more than that.
+
+    Args:
+        optimizer: to measure; it may be inside a trainer's wrapper.
+        device_type: measure it as if its parameters were on such a device, which need not be there.
+
+    Only the device counts: with parameters on an accelerator, step counters in host memory do not.
+
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> optimizer_cost(torch.optim.SGD(layer.parameters(), momentum=0.9))
+    OptimizerCost(state_bytes=0, missing_bytes=144, transient_bytes=0, is_estimate=False)
+    """
+    (optimizer,) = read_optimizers(optimizer)
+    parameters = _parameters(optimizer)
+    devices = _budget_devices(parameters)
+    rehearsed = None if device_type is None else torch.device(device_type, 0)
+    state_bytes = state_bytes_of(optimizer)
+    # The step is anyone's code: whatever it raises means that it cannot be rehearsed in this way.
+    try:
+        return OptimizerCost(state_bytes, *rehearse_on_fakes(optimizer, devices, rehearsed))
+    except Exception:
+        pass
+    try:
+        return OptimizerCost(state_bytes, *rehearse_on_samples(optimizer, devices), is_estimate=True)
+    except Exception:
+        pass
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    missing_bytes = 2 * _num_bytes(parameter for parameter in trained if not optimizer.state.get(parameter))
+    return OptimizerCost(state_bytes, missing_bytes, 2 * _num_bytes(trained), is_estimate=True)
+
+
+def _budget_devices(parameters: Iterable[Tensor]) -> frozenset[torch.device]:
+    """The accelerators that hold parameters, or the host if none does."""
+    devices = {parameter.device for parameter in parameters}
+    return frozenset(device for device in devices if device.type != "cpu") or frozenset(devices)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return list(dict.fromkeys(tensors_in([group["params"] for group in optimizer.param_groups])))
+
+
+def joint_cost(costs: Iterable[OptimizerCost]) -> OptimizerCost:
+    """Of several optimizers, which step one after the other."""
+    found = list(costs)
+    return OptimizerCost(
+        sum(cost.state_bytes for cost in found),
+        sum(cost.missing_bytes for cost in found),
+        max((cost.transient_bytes for cost in found), default=0),
+        any(cost.is_estimate for cost in found),
+    )
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """What an optimizer's state takes now, on its parameters' device."""
+    devices = _budget_devices(_parameters(optimizer))
+    held = {
+        id(storage): storage.nbytes()
+        for tensor in tensors_in(list(optimizer.state.values()))
+        if tensor.device in devices
+        for storage in storages(tensor)
+    }
+    return sum(held.values())
+
+
+def _num_bytes(parameters: Iterable[Tensor]) -> int:
+    return sum(plain.nbytes for parameter in parameters for plain in plain_tensors(parameter))

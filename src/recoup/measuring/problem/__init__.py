@@ -1,0 +1,1 @@
+"""From measured calls to the planner's numbers."""

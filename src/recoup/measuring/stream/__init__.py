@@ -1,0 +1,1 @@
+"""A step seen unit by unit: what passes between units, and what the code between them costs."""

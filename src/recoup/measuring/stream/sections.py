@@ -1,0 +1,116 @@
+"""The autograd graph of the code between units, stretch by stretch: what its backward reaches and what that needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import grad as run_grad
+from torch.autograd.graph import GradientEdge
+
+from recoup.devices.meter import Meter
+from recoup.model.cut_graph import seeded
+
+__all__ = ["Section", "Sections"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one stretch of code added to the graph.
+
+    Attributes:
+        heads: tensors that it made and handed on, which need a gradient.
+        edges: where its graph ends: at outputs of units, at earlier code, at parameters.
+        numbers: of the storages among those ends, for each; None for parameters and the like.
+        parameters: among those ends.
+        gradients: after its backward has run, bytes that the gradients of those storages take, by number.
+    """
+
+    heads: Sequence[Tensor]
+    edges: Sequence[GradientEdge]
+    numbers: Sequence[int | None]
+    parameters: Sequence[Tensor]
+    gradients: dict[int, int] = field(default_factory=dict)
+
+    def backward_bytes(self, meter: Meter, *, frees: bool) -> int:
+        """The most that lives in its backward, with the gradients of what it handed on; nothing earlier runs.
+
+        Args:
+            meter: of the device.
+            frees: whether each of its operations may let go of what it saved, as in a real step.
+        """
+        seed = seeded(self.heads)
+        if seed is None or not self.edges:
+            return 0
+        before = meter.begin()
+        found = run_grad(seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True)
+        self._note_gradients(found)
+        return meter.peak_bytes() - before
+
+    def _note_gradients(self, found: Sequence[Tensor | None]) -> None:
+        """A gradient may be a view of a larger one: of several views, the one that waits longest counts it all."""
+        # Numbers rise in the order in which storages were made, and gradients wait in the opposite order.
+        pairs = [
+            (number, tensor)
+            for number, tensor in zip(self.numbers, found, strict=True)
+            if number is not None and tensor is not None and tensor.layout is torch.strided
+        ]
+        counted: set[int] = set()
+        for number, tensor in sorted(pairs, key=lambda pair: pair[0]):
+            storage = tensor.untyped_storage()
+            size = 0 if storage._cdata in counted else storage.nbytes()
+            self.gradients[number] = self.gradients.get(number, 0) + size
+            counted.add(storage._cdata)
+
+
+class Sections:
+    """Tells each stretch of the graph from those before it.
+
+    Nodes are marked by their metadata, which goes with them: nothing lives longer for having been seen.
+    """
+
+    def __init__(self) -> None:
+        self._num_sections = 0
+
+    def note(self, numbers: Iterable[tuple[Tensor, int | None]]) -> None:
+        """Lets later sections know by which number's storage they begin, and that they begin there."""
+        for tensor, number in numbers:
+            if tensor.grad_fn is not None:
+                marks = _marks(tensor.grad_fn)
+                marks.setdefault(self, self._num_sections)
+                marks[self, tensor.output_nr] = number
+
+    def next(self, tensors: Iterable[Tensor]) -> Section:
+        """What the code since the last call added below these tensors."""
+        self._num_sections += 1
+        heads = [tensor for tensor in tensors if tensor.grad_fn is not None and self._is_new(tensor.grad_fn)]
+        edges: dict[tuple[Any, int], GradientEdge] = {}
+        waiting = [tensor.grad_fn for tensor in heads]
+        while waiting:
+            node = waiting.pop()
+            assert node is not None
+            if self in _marks(node):
+                continue
+            _marks(node)[self] = self._num_sections
+            for below, index in node.next_functions:
+                if below is None:
+                    continue
+                if self._is_new(below) and below.next_functions:
+                    waiting.append(below)
+                else:
+                    edges[below, index] = GradientEdge(below, index)
+        numbers = [_marks(node).get((self, index)) for node, index in edges]
+        parameters = [node.variable for node, _ in edges if hasattr(node, "variable")]
+        return Section(heads, list(edges.values()), numbers, parameters)
+
+    def _is_new(self, node: Any) -> bool:
+        section = _marks(node).get(self)
+        return section is None or section == self._num_sections
+
+
+def _marks(node: Any) -> dict[Any, Any]:
+    """A node's metadata, which torch's stubs take for a method."""
+    return node.metadata  # type: ignore[no-any-return]

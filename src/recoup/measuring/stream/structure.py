@@ -1,0 +1,462 @@
+"""First look at a step: which storages pass between the units, who saves them, and what else is alive meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from recoup.checkpointing.replay import pop_hooks, push_hooks
+from recoup.devices.meter import Meter
+from recoup.devices.tracker import MemoryTracker
+from recoup.errors import CheckpointError, LossError
+from recoup.measuring.stream.sections import Sections
+from recoup.model.calls import kind_of_module
+from recoup.model.stand_in import intercepted
+from recoup.model.step import TrainingStep
+from recoup.model.streaming import LeakError, UnitCall, stream
+from recoup.snapshot.python_state import Notes
+from recoup.tensors import named_outputs, needing_gradient, tensors_in
+
+__all__ = ["Code", "SeenCall", "Structure", "Tail", "look"]
+
+Storages = dict[int, int]
+"""Bytes by a storage's number."""
+_LOSS_GRADIENT = -1
+
+
+@dataclass(frozen=True)
+class Code:
+    """What ran between two units (before the first, after the last).
+
+    Attributes:
+        saved: storages that autograd saved there.
+        transient_bytes: the most that lived at once of what it made, and of the output of the unit before, beyond this
+            output.
+        backward_bytes: the most that lived in its backward, beyond what lived before.
+        gives_gradients: storages made earlier that its backward gives a gradient, saved or not, and the bytes that this
+            gradient takes while it waits: those of all that it is a view of.
+        parameters: bytes of the gradients that its backward gives parameters, by their identity.
+        alive: storages that live when its first operation runs.
+    """
+
+    saved: Storages
+    transient_bytes: int
+    backward_bytes: int = 0
+    gives_gradients: Storages = field(default_factory=dict)
+    parameters: dict[int, int] = field(default_factory=dict)
+    alive: Storages = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """A unit's call as it passes by.
+
+    Attributes:
+        name: of the call.
+        module: the unit.
+        behaviour: equal for calls that do the same, as far as can be told, though its cost may depend on the data.
+        kind: equal for calls that cost the same.
+        arguments: storages that it is given.
+        numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
+        remade: storages among its arguments that it is given as other tensors than units handed on: as views of them.
+        outputs: storages that it hands on.
+        output_numbers: of the storages of all tensors among its outputs, in their order; None for what is resident.
+        saved_arguments: those of its arguments that its own graph saves.
+        saved_inside: by modules directly inside it, bytes that their graphs save.
+        gradients: of its outputs, by storage.
+        argument_gradients: of its arguments, by storage.
+        given_parameters: bytes of the gradients of parameters among its arguments, by their identity.
+        alive: storages that live when it is called.
+        code: what ran before it.
+        shares: whether another part of the step, after it, gives its parameters gradients too.
+        wanted: for each tensor among its outputs, whether anything after it gives that a gradient.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)
+    behaviour: tuple[Any, ...] = field(repr=False)
+    kind: tuple[Any, ...] = field(repr=False)
+    arguments: Storages
+    numbers: tuple[int | None, ...]
+    remade: frozenset[int]
+    outputs: Storages
+    output_numbers: tuple[int | None, ...]
+    saved_arguments: frozenset[int]
+    saved_inside: dict[str, int]
+    gradients: Storages
+    argument_gradients: Storages
+    given_parameters: dict[int, int]
+    alive: Storages
+    code: Code
+    shares: bool = False
+    wanted: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What runs after the last unit: the rest of the model, and the loss.
+
+    Attributes:
+        code: what it runs.
+        loss: storages of the loss, of its gradient, and of other models' gradients: they live through the backward.
+        output: storages of the model's output: all of a sample's, or what a step of the user's still holds.
+        names: of the parts of that output, by storage.
+    """
+
+    code: Code
+    loss: Storages
+    output: Storages
+    names: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A step as `look` saw it."""
+
+    calls: tuple[SeenCall, ...]
+    tail: Tail
+    accumulates: bool
+    has_stale: bool = False
+
+
+class _Numbers:
+    """A number for every storage that lives; what is resident, or lived before the step, has none."""
+
+    def __init__(self, resident: Iterable[Tensor], tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._resident = weakref.WeakSet(tensor.untyped_storage() for tensor in resident)
+        self._next = 0
+
+    def number(self, storage: Any) -> int | None:
+        if storage in self._resident or self._tracker.lived_before(storage):
+            return None
+        if storage not in self._numbers:
+            self._numbers[storage] = self._next
+            self._next += 1
+        return self._numbers[storage]
+
+    def storages(self, storages: Iterable[Any]) -> Storages:
+        numbered = ((self.number(storage), storage.nbytes()) for storage in storages)
+        return {number: num_bytes for number, num_bytes in numbered if number is not None}
+
+    def of(self, tree: Any) -> Storages:
+        return self.storages(tensor.untyped_storage() for tensor in _strided(tensors_in(tree)))
+
+    def of_tensor(self, tensor: Tensor) -> int | None:
+        return self.number(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+    def gradients(self, tree: Any) -> Storages:
+        """Bytes of the gradients of what needs one, by storage."""
+        found: Storages = {}
+        for tensor in _strided(needing_gradient(tree)):
+            number = self.number(tensor.untyped_storage())
+            if number is not None:
+                found[number] = found.get(number, 0) + tensor.numel() * tensor.element_size()
+        return found
+
+
+def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+class _Looker:
+    """The visitor of `look`."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        meter: Meter,
+        tracker: MemoryTracker,
+        inside: dict[nn.Module, list[nn.Module]],
+        frees: bool,
+    ) -> None:
+        self.step, self.meter, self.tracker, self.inside = step, meter, tracker, inside
+        self.frees = frees
+        model = step.model
+        resident = [*model.parameters(), *model.buffers(), *tensors_in(step.given)]
+        self.numbers = _Numbers(_strided(resident), tracker)
+        self.sections = Sections()
+        self.trained = {id(p) for p in model.parameters() if p.requires_grad}
+        self.calls: list[SeenCall] = []
+        self.tail: Tail | None = None
+        # By identity, as a span knows what its calls hand on.
+        self._handed = WeakTensorKeyDictionary()
+        self._outputs: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._begin_code()
+
+    def _begin_code(self, call: UnitCall | None = None, output: Any = None) -> None:
+        self._saved: Storages = {}
+        self._held: list[Tensor] = []
+        if call is not None:
+            # In a real step the unit's graph holds them.
+            saved, given = self.calls[-1].saved_arguments, _strided(tensors_in((call.args, call.kwargs)))
+            self._held = [t.detach() for t in given if self.numbers.number(t.untyped_storage()) in saved]
+        self._alive: Storages = {}
+        # Not now: the caller's frames still hold what they gave the unit.
+        self.tracker.begin(_strided(tensors_in(output)), at_next=self._note_alive)
+        self._recent_bytes = self.tracker.recent_bytes
+        self._live_bytes = self.meter.begin()
+
+    def _note_alive(self) -> None:
+        self._alive = self.numbers.storages(self.tracker.living())
+
+    def _end_code(self, handed_on: Any) -> Code:
+        # Beyond what lived before where kernels need memory of their own; but some of that may have gone meanwhile.
+        beyond_bytes = self.meter.peak_bytes() - self._live_bytes
+        transient_bytes = max(beyond_bytes, self.tracker.recent_peak_bytes - self._recent_bytes)
+        self._held = []
+        section = self.sections.next(needing_gradient(handed_on))
+        self._note(section.heads)
+        parameters = {
+            id(p): p.numel() * p.element_size() for p in section.parameters if id(p) in self.trained
+        }
+        backward_bytes = section.backward_bytes(self.meter, frees=self.frees)
+        given = dict.fromkeys((number for number in section.numbers if number is not None), 0)
+        gradients = given | section.gradients
+        return Code(self._saved, transient_bytes, backward_bytes, gradients, parameters, self._alive)
+
+    def _note(self, tensors: Sequence[Tensor]) -> None:
+        self.sections.note((t, self.numbers.number(t.untyped_storage())) for t in _strided(tensors))
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Notes what the code between units saves."""
+        if tensor.layout is torch.strided:
+            self._saved |= self.numbers.storages([tensor.untyped_storage()])
+        return tensor.detach()
+
+    def enter(self, call: UnitCall) -> None:
+        try:
+            self._code = self._end_code((call.args, call.kwargs))
+        except CheckpointError as error:
+            what = f"cannot be run by itself. {str(error).rstrip('.')}"
+            raise LeakError(call.name, what, call.module) from error
+        self._note_alive()
+
+    def visit(self, call: UnitCall) -> Any:
+        given = (call.args, call.kwargs)
+        arguments = self.numbers.of(given)
+        numbers = tuple(map(self.numbers.of_tensor, tensors_in(given)))
+        # Before it runs: it may add to a list that it is given.
+        remade = self._remade(tensors_in(given), numbers)
+        self._saved_arguments: set[int] = set()
+        saved: Storages = {}
+        inside: dict[nn.Module, Storages] = {}
+        current: list[nn.Module] = []
+        in_place: set[nn.Module] = set()
+
+        def note(tensor: Tensor) -> None:
+            if tensor.layout is not torch.strided:
+                return
+            storage = tensor.untyped_storage()
+            number = self.numbers.number(storage)
+            if number in arguments:
+                self._saved_arguments.add(number)
+            elif number is not None:
+                saved[number] = storage.nbytes()
+                if current:
+                    inside.setdefault(current[0], {})[number] = storage.nbytes()
+
+        self.tracker.begin()
+        made_bytes = self.tracker.made_bytes
+        names = {module: name for name, module in call.module.named_modules()}
+        called = [module for module in self.inside.get(call.module, []) if module in names]
+        with _noting_inside(called, current, in_place):
+            output = call.glance(note)
+        made_bytes = self.tracker.made_bytes - made_bytes
+        taken = (sum(saved.values()), made_bytes, self.tracker.recent_peak_bytes)
+        saved_inside = {
+            names[module]: sum(saved.values()) for module, saved in inside.items() if module not in in_place
+        }
+        alike = _kind_of_call(call)
+        self.calls.append(
+            SeenCall(
+                call.name,
+                call.module,
+                (*alike, *_flags(call), *saved_inside),
+                (*alike, *saved_inside.items(), taken, tuple(n in self._saved_arguments for n in numbers)),
+                arguments,
+                numbers,
+                remade,
+                self.numbers.of(output),
+                tuple(map(self.numbers.of_tensor, tensors_in(output))),
+                frozenset(self._saved_arguments),
+                saved_inside,
+                self.numbers.gradients(output),
+                self.numbers.gradients(given),
+                {
+                    id(tensor): tensor.numel() * tensor.element_size()
+                    for tensor in tensors_in(given)
+                    if id(tensor) in self.trained
+                },
+                self._alive,
+                self._code,
+            )
+        )
+        return output
+
+    def _remade(self, tensors: Sequence[Tensor], numbers: Sequence[int | None]) -> frozenset[int]:
+        pairs = zip(tensors, numbers, strict=True)
+        return frozenset(n for tensor, n in pairs if n is not None and tensor not in self._handed)
+
+    def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
+        for tensor in tensors_in(output):
+            self._handed[tensor] = True
+        self._note(needing_gradient(output))
+        self._begin_code(call, output)
+
+    def restart(self) -> None:
+        self.calls.clear()
+        self._outputs.clear()
+        self._begin_code()
+
+    def end(self, loss: Tensor, output: Any) -> None:
+        code = self._end_code(loss)
+        # The loss has a gradient too, which a backward holds until it ends.
+        at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: loss.untyped_storage().nbytes()}
+        # So have other models, whose backwards came before.
+        at_loss |= self.numbers.of([p.grad for one in self.step.reached.modules for p in one.parameters()])
+        parts = named_outputs(output) if self.step.step is None else self._held_outputs()
+        held: Storages = {}
+        names: dict[int, str] = {}
+        for name, tensor in parts:
+            for number, size in self.numbers.of(tensor).items():
+                if number not in at_loss:
+                    held[number] = size
+                    names.setdefault(number, name)
+        self.tail = Tail(code, at_loss, held, names)
+
+    def note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook after the model's forward: what it returns may or may not be held until the backward."""
+        self._outputs += [(name, weakref.ref(tensor)) for name, tensor in named_outputs(output)]
+
+    def _held_outputs(self) -> list[tuple[str, Tensor]]:
+        found = ((name, reference()) for name, reference in self._outputs)
+        return [(name, tensor) for name, tensor in found if tensor is not None]
+
+
+@contextmanager
+def _noting_inside(
+    modules: Sequence[nn.Module], current: list[nn.Module], in_place: set[nn.Module]
+) -> Iterator[None]:
+    """Lets ``current`` name the module inside a unit that runs now, and collects those that change their arguments."""
+
+    def stand_in(module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current.append(module)
+            given = tensors_in((args, kwargs))
+            versions = [tensor._version for tensor in given]
+            try:
+                return original(*args, **kwargs)
+            finally:
+                current.pop()
+                if versions != [tensor._version for tensor in given]:
+                    in_place.add(module)
+
+        return forward
+
+    with intercepted({module: stand_in(module) for module in modules}):
+        yield
+
+
+def _kind_of_call(call: UnitCall) -> tuple[Any, ...]:
+    given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((call.args, call.kwargs)))
+    return (kind_of_module(call.module), call.module.training, given)
+
+
+def _flags(call: UnitCall) -> tuple[Any, ...]:
+    """What may switch parts of a unit on and off: truth values and names among its arguments, and in its modules."""
+    arguments = [*enumerate(call.args), *call.kwargs.items()]
+    given = tuple((key, value) for key, value in arguments if value is None or isinstance(value, (bool, str)))
+    switches = tuple(
+        (name, key, value)
+        for name, module in call.module.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool)
+    )
+    return (given, switches)
+
+
+def _noting_gradients(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
+    """Says of each call which of its parameters and outputs got gradients before, going backwards."""
+    known, given = set(tail.code.parameters), set(tail.code.gives_gradients)
+    noted = []
+    for seen in reversed(calls):
+        trained = {id(parameter) for parameter in seen.module.parameters() if parameter.requires_grad}
+        shares = bool(trained & known)
+        wanted = tuple(number is None or number in given for number in seen.output_numbers)
+        noted.append(replace(seen, shares=shares, wanted=wanted, kind=(seen.kind, shares, wanted)))
+        known |= trained | seen.code.parameters.keys()
+        given |= seen.argument_gradients.keys() | seen.code.gives_gradients.keys()
+    return tuple(reversed(noted))
+
+
+def look(
+    step: TrainingStep,
+    units: Sequence[nn.Module],
+    meter: Meter,
+    inside: dict[nn.Module, list[nn.Module]],
+) -> Structure:
+    """Streams the step once and notes its structure.
+
+    Args:
+        step: to look at.
+        units: whose calls the plan will decide about.
+        meter: of the step's device.
+        inside: for each unit, the modules that it calls directly.
+    """
+    try:
+        return _look(step, units, meter, inside, frees=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LeakError) as error:
+        if isinstance(error, LeakError) and not step.calls_grad:
+            raise
+    try:
+        # A backward inside the forward may go through code whose graph was freed.
+        return _look(step, units, meter, inside, frees=False)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LeakError) as error:
+        if not step.calls_grad:
+            raise
+        raise step.refusal(error) from error
+
+
+def _look(
+    step: TrainingStep,
+    units: Sequence[nn.Module],
+    meter: Meter,
+    inside: dict[nn.Module, list[nn.Module]],
+    *,
+    frees: bool,
+) -> Structure:
+    with ExitStack() as stack:
+        stack.enter_context(meter.watching())
+        tracker = getattr(meter, "tracker", None) or stack.enter_context(MemoryTracker())
+        looker = _Looker(step, meter, tracker, inside, frees)
+        push_hooks(looker.pack, _given_back)
+        stack.callback(pop_hooks)
+        stack.callback(step.model.register_forward_hook(looker.note_output).remove)
+        # A pass that fails leaves lists of the model half filled, and the next one would go on from there.
+        notes = Notes()
+        notes.add_modules(step.model)
+        stack.callback(notes.put_back)
+        streamed = stream(step, units, looker)
+        if looker.tail is None:
+            raise LossError("The step ran no backward. A step= callable must call loss.backward().")
+        calls = _noting_gradients(looker.calls, looker.tail)
+        return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale)
+
+
+def _given_back(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,92 @@
+"""Seconds of what is not a unit: the code between units, the tail, and the modules inside a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import grad as run_grad
+
+from recoup.devices.meter import Meter
+from recoup.measuring.problem.costs import CodeSeconds
+from recoup.model.stand_in import intercepted
+from recoup.model.step import TrainingStep
+from recoup.model.streaming import UnitCall, stream
+
+__all__ = ["time_code", "time_inside"]
+
+
+class _Timer:
+    """A visitor that times the code between units, and lets ``at_call`` do with each unit what it likes."""
+
+    def __init__(self, step: TrainingStep, meter: Meter, at_call: Callable[[UnitCall], None]) -> None:
+        self.step, self.meter, self.at_call = step, meter, at_call
+        self.starts: list[Tensor] = []
+        self.spans: list[tuple[Any, Any]] = []
+        self.tail_backward_s = 0.0
+        self._since = meter.stamp()
+
+    def enter(self, call: UnitCall) -> None:
+        self.spans.append((self._since, self.meter.stamp()))
+        self.at_call(call)
+
+    def visit(self, call: UnitCall) -> Any:
+        return call.glance()
+
+    def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
+        self.starts.append(start)
+        self._since = self.meter.stamp()
+
+    def restart(self) -> None:
+        self.starts, self.spans = [], []
+        self._since = self.meter.stamp()
+
+    def end(self, loss: Tensor, output: Any) -> None:
+        self.spans.append((self._since, self.meter.stamp()))
+        trained = [parameter for parameter in self.step.model.parameters() if parameter.requires_grad]
+
+        def backward() -> None:
+            run_grad(loss, [*self.starts, *trained], allow_unused=True)
+
+        (tail,) = self.meter.time(lambda: [backward])
+        self.tail_backward_s = tail.device_s
+
+
+def time_code(
+    step: TrainingStep, units: Sequence[nn.Module], meter: Meter, at_call: Callable[[UnitCall], None]
+) -> list[CodeSeconds]:
+    """Streams the step and times the code before each unit, and the tail last.
+
+    The backward of code between units is taken to be as long as its forward; that of the tail is timed.
+    """
+    timer = _Timer(step, meter, at_call)
+    stream(step, units, timer)
+    forward_s = [meter.elapsed_s(first, second) for first, second in timer.spans]
+    between = [CodeSeconds(seconds, seconds) for seconds in forward_s[:-1]]
+    return [*between, CodeSeconds(forward_s[-1], timer.tail_backward_s)]
+
+
+def time_inside(call: UnitCall, modules: Sequence[nn.Module], meter: Meter) -> dict[nn.Module, float]:
+    """Seconds of the forwards of modules inside a unit."""
+    spans: list[tuple[nn.Module, Any, Any]] = []
+
+    def stand_in(module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            begin = meter.stamp()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spans.append((module, begin, meter.stamp()))
+
+        return forward
+
+    meter.fill_queue()
+    with intercepted({module: stand_in(module) for module in modules}):
+        call.again().glance()
+    seconds = dict.fromkeys(modules, 0.0)
+    for module, begin, finish in spans:
+        seconds[module] += meter.elapsed_s(begin, finish)
+    return seconds

@@ -1,0 +1,1 @@
+"""One unit by itself: bytes and seconds under each recipe."""

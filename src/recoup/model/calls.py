@@ -1,0 +1,152 @@
+"""Which modules a step calls, inside which, and how much memory passes through each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from recoup.devices.tracker import MemoryTracker
+from recoup.errors import SampleError
+from recoup.model.step import TrainingStep
+
+__all__ = ["ModuleCall", "class_of_module", "form_of_module", "kind_of_module", "module_names", "watch_calls"]
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module in a step.
+
+    Attributes:
+        name: of the module in the model; the model itself is ``""``.
+        module: that was called.
+        inside: the calls that it made.
+        made_bytes: of all storages that were made meanwhile.
+    """
+
+    name: str
+    module: nn.Module
+    inside: list[ModuleCall] = field(default_factory=list)
+    made_bytes: int = 0
+
+    def walk(self) -> Iterator[ModuleCall]:
+        """This call and all inside it, in order."""
+        yield self
+        for call in self.inside:
+            yield from call.walk()
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Every module's name; one that has several is known by the first."""
+    return {module: name for name, module in model.named_modules()}
+
+
+def class_of_module(module: nn.Module) -> type[nn.Module]:
+    """A module's class; of a parametrized module, which torch gives a class of its own, the one that it had before.
+
+    >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    >>> type(layer) is nn.Linear, class_of_module(layer) is nn.Linear
+    (False, True)
+    """
+    found: type[nn.Module] = type_before_parametrizations(module)
+    return found
+
+
+def form_of_module(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules of the same class with the same layers: they may differ in what has no parameters."""
+    layers = tuple(
+        class_of_module(child) for child in module.modules() if any(True for _ in child.parameters())
+    )
+    return (class_of_module(module), layers, _shapes(module))
+
+
+def kind_of_module(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules of the same class with the same parameters and settings: blocks of one kind."""
+    settings = tuple((class_of_module(child), child.extra_repr()) for child in module.modules())
+    return (class_of_module(module), settings, _shapes(module))
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
+
+
+def watch_calls(step: TrainingStep) -> ModuleCall:
+    """Runs the step's forward once and returns what was called, under one root.
+
+    There is no graph, which may not fit; unless the forward needs one, for a backward of its own.
+
+    Raises:
+        SampleError: the model does not take the sample.
+    """
+    try:
+        with torch.no_grad():
+            return _watch_calls(step)
+    except (torch.OutOfMemoryError, SampleError):
+        raise
+    except Exception as first:
+        try:
+            return _watch_calls(step)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as second:
+            # The first is the real one, unless it only says that there is no graph.
+            error = second if _NO_GRAPH in str(first) else first
+            raise step.refusal(error) from error
+
+
+_NO_GRAPH = "does not require grad"
+
+
+def _watch_calls(step: TrainingStep) -> ModuleCall:
+    root = ModuleCall("", step.model)
+    with (
+        step.finding_writes(),
+        MemoryTracker() as memory,
+        _calls_noted(root, module_names(step.model), memory),
+    ):
+        step.run_unchecked()
+    outer = [call for call in root.inside if call.module is step.model]
+    if len(root.inside) == 1 and outer:
+        return outer[0]
+    root.made_bytes = memory.made_bytes
+    return root
+
+
+@contextmanager
+def _calls_noted(root: ModuleCall, names: dict[nn.Module, str], memory: MemoryTracker) -> Iterator[None]:
+    stack = [root]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            call = ModuleCall(names[module], module, made_bytes=-memory.made_bytes)
+            stack[-1].inside.append(call)
+            stack.append(call)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names and stack[-1].module is module:
+            call = stack.pop()
+            call.made_bytes += memory.made_bytes
+            if isinstance(output, Iterator):
+                # Its code runs when others ask for the items: what it calls belongs to them.
+                if not call.name:
+                    raise SampleError(
+                        f"The forward of {type(module).__name__} is a generator: its code has not run when it returns."
+                        " Let it return a list of what it yields."
+                    )
+                stack[-1].inside.remove(call)
+
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

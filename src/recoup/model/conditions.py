@@ -1,0 +1,146 @@
+"""What a step was measured with: the sizes of the model's inputs, autocast, mode, and how often the model is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.tensors import contents
+
+__all__ = ["Conditions", "Recorder", "autocast_of", "input_shapes", "positional_names", "recording"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a step was measured with, as far as the calls of the model itself show it.
+
+    Attributes:
+        shapes: of the model's inputs, by the name of the argument: of each, the largest that it was called with.
+        autocast: the dtype of autocast around the model, such as ``"bfloat16"``; empty if that was off.
+        forwards: how often the step calls the model with gradients.
+        training: whether the model was in training mode.
+        stale_gradients: whether gradients of the step before were there in the forward, and gone in the backward.
+
+    >>> Conditions((("x", (8, 64)),)).largest
+    {'x': 512}
+    """
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    autocast: str = ""
+    forwards: int = 1
+    training: bool = True
+    stale_gradients: bool = False
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """The number of elements of each input."""
+        return {name: prod(shape) for name, shape in self.shapes}
+
+
+def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's positional parameters.
+
+    >>> positional_names(nn.Bilinear(1, 1, 1).forward)
+    ('input1', 'input2')
+    """
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in named)
+
+
+def input_shapes(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Size]]:
+    """The shapes of all tensors among some arguments, each by its name.
+
+    >>> dict(input_shapes(["x"], [torch.zeros(2)], {"more": [torch.zeros(3, 4)]}))
+    {'x': torch.Size([2]), 'more[0]': torch.Size([3, 4])}
+    """
+    for index, value in enumerate(args):
+        yield from _shapes_in(names[index] if index < len(names) else f"argument {index}", value)
+    for name, value in kwargs.items():
+        yield from _shapes_in(name, value)
+
+
+def _shapes_in(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
+    if isinstance(value, Tensor):
+        yield name, value.shape
+    elif (found := contents(value)) is not None:
+        for key, item in zip(*found, strict=True):
+            yield from _shapes_in(f"{name}[{key!r}]", item)
+
+
+def autocast_of(parameter: Tensor | None) -> str:
+    """The dtype of autocast on a parameter's device, by name; empty if autocast is off there, or nothing is.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     autocast_of(torch.zeros(1)), autocast_of(None)
+    ('bfloat16', '')
+    """
+    if parameter is None:
+        return ""
+    device_type = parameter.device.type
+    try:
+        if not torch.is_autocast_enabled(device_type):
+            return ""
+    except RuntimeError:  # a device that has no autocast
+        return ""
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+
+
+class Recorder:
+    """Notes what a model is called with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = positional_names(model.forward)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._forwards = 0
+        self._autocast = ""
+        self._training = model.training
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook."""
+        if not torch.is_grad_enabled():
+            return
+        if not self._forwards:
+            self._autocast = autocast_of(next(model.parameters(), None))
+            self._training = model.training
+        self._forwards += 1
+        for name, shape in input_shapes(self._names, args, kwargs):
+            if name not in self._shapes or shape.numel() > prod(self._shapes[name]):
+                self._shapes[name] = tuple(map(int, shape))
+
+    @property
+    def conditions(self) -> Conditions | None:
+        """What was noted; ``None`` if the model itself was never called."""
+        if not self._forwards:
+            return None
+        return Conditions(tuple(self._shapes.items()), self._autocast, self._forwards, self._training)
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """Records what a model is called with inside a ``with`` block.
+
+    >>> model = nn.Linear(3, 2)
+    >>> with recording(model) as recorder:
+    ...     output = model(torch.zeros(5, 3))
+    >>> recorder.conditions
+    Conditions(shapes=(('input', (5, 3)),), autocast='', forwards=1, training=True, stale_gradients=False)
+    """
+    recorder = Recorder(model)
+    handle = model.register_forward_pre_hook(recorder, with_kwargs=True)
+    try:
+        yield recorder
+    finally:
+        handle.remove()

@@ -1,0 +1,102 @@
+"""Cutting the autograd graph around a unit: fresh inputs, fresh outputs, and a gradient to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import grad as run_grad
+
+from recoup.tensors import map_tensors, needing_gradient, tensors_in
+
+__all__ = ["anchored", "gradients_from", "seeded"]
+
+
+class _Anchor(torch.autograd.Function):
+    """Gives tensors with the same storage and a history that begins here.
+
+    They are no views and no leaves: code after it may change them in place, as it may with any module's output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_same_storage(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (torch.empty(0), *(None for _ in gradients))
+
+
+def _same_storage(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        # From the tensor, not from its storage: fake tensor modes hold on to storages that they are given.
+        same: Tensor = torch.ops.aten.set_.source_Tensor(fresh, tensor)
+        return same
+
+
+def anchored(tree: Any) -> tuple[Any, Tensor]:
+    """A tree whose tensors that need a gradient have a new history; and where that history begins.
+
+    Tensors that need none are detached. Identical tensors stay identical.
+    """
+    start = torch.empty(0, requires_grad=True)
+    needing = needing_gradient(tree)
+    if not needing:
+        return map_tensors(Tensor.detach, tree), start
+    anchors = _Anchor.apply(start, *(tensor.detach() for tensor in needing))  # type: ignore[no-untyped-call]
+    fresh = dict(zip(map(id, needing), anchors, strict=True))
+    return map_tensors(lambda tensor: fresh.get(id(tensor), tensor), tree), start
+
+
+class _Seed(torch.autograd.Function):
+    """An empty tensor whose backward makes the gradients of many tensors.
+
+    Made inside the backward, they belong to autograd alone, which frees them as early as it would in a real step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[Sequence[Any]], list[Tensor]], *tensors: Tensor) -> Tensor:
+        ctx.make = make
+        ctx.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.make(ctx.kinds))
+
+
+def _even_gradients(kinds: Sequence[Any]) -> list[Tensor]:
+    return [torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in kinds]
+
+
+def seeded(
+    tree: Any,
+    wanted: Sequence[bool] | None = None,
+    make: Callable[[Sequence[Any]], list[Tensor]] = _even_gradients,
+) -> Tensor | None:
+    """A tensor from which the backward of everything in the tree starts; None if nothing needs a gradient.
+
+    It is empty, as its gradient is: neither counts in a measurement. See `gradients_from`.
+
+    Args:
+        tree: whose tensors get gradients.
+        wanted: for each of them, whether it gets one; if that leaves none, or does not fit, all that need one do.
+        make: makes the gradients.
+    """
+    needing = needing_gradient(tree)
+    tensors = tensors_in(tree)
+    if wanted is not None and len(wanted) == len(tensors):
+        needing = [tensor for tensor in compress(tensors, wanted) if tensor.requires_grad] or needing
+    if not needing:
+        return None
+    seed: Tensor = _Seed.apply(make, *needing)  # type: ignore[no-untyped-call]
+    return seed
+
+
+def gradients_from(seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Runs the backward from seeds."""
+    return run_grad(seeds, inputs, [torch.empty(0) for _ in seeds], allow_unused=True)

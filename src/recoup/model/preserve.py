@@ -1,0 +1,189 @@
+"""Runs of a model that leave no trace: everything that a training step changes is put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.checkpointing.sampling import sampling
+from recoup.model.history import hide_graphs
+from recoup.model.optimizers import Optimizers, read_optimizers
+from recoup.snapshot.python_state import Notes
+from recoup.snapshot.reachable import Reached
+from recoup.snapshot.tensors import HeldValues, held_data, held_gradient
+from recoup.snapshot.writes import Writes
+from recoup.tensors import tensors_in
+
+__all__ = ["gradient_owners", "held_random_state", "preserving"]
+
+_COLLECTIONS = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_FLAGS = ("training", "_is_full_backward_hook")
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+)
+
+
+@contextmanager
+def preserving(
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    everything: bool = False,
+    reached: Reached | None = None,
+    writes: Writes | None = None,
+) -> Iterator[None]:
+    """Puts a model back as it was, whatever the block does with it, also if the block raises.
+
+    Back are: buffers (objects and values), `.grad` of the parameters, `requires_grad`, training mode, hooks and
+    attributes of every module with lists and dicts there, the random state of Python, NumPy and torch, and torch's
+    settings, such as the default dtype. Inside, all `.grad` are None, so that a step starts afresh; on an accelerator
+    the old ones wait in host memory and return as the same tensors. After a `torch.OutOfMemoryError` the local
+    variables of the calls that raised it are cleared, to make room for them.
+
+    Args:
+        model: the model that the block runs.
+        optimizer: the optimizer that the block may step, or several.
+        everything: also put back the values of the parameters and all that the optimizer holds. Their copies wait
+            in host memory, never on the device.
+        reached: what else the block's code can reach, whose Python state and gradients are put back, too.
+        writes: what else its code writes to, as far as that is known.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> with preserving(model):
+    ...     model(torch.randn(8, 2)).sum().backward()
+    >>> model.running_mean, model.weight.grad
+    (tensor([0., 0.]), None)
+    """
+    reached = Reached(()) if reached is None else reached
+    models = [model, *reached.modules]
+    optimizers = list(dict.fromkeys([*read_optimizers(optimizer), *reached.optimizers]))
+    groups = [group["params"] for stepped in optimizers for group in stepped.param_groups]
+    owned = [tensor for one in models for tensor in gradient_owners(one)]
+    parameters = list(dict.fromkeys([*owned, *tensors_in(groups), *reached.leaves]))
+    # Put back from the last to the first: gradients of the block make room before anything else returns.
+    with ExitStack() as exits:
+        exits.enter_context(sampling("never"))
+        exits.callback(held_random_state())
+        exits.callback(_held_settings())
+        exits.callback(_held_modules([module for one in models for module in one.modules()]))
+        notes = Notes()
+        for one in models:
+            notes.add_modules(one)
+        exits.callback(notes.put_back)
+        exits.callback(reached.hold())
+        exits.callback(_held_requires_grad(parameters))
+        # Unless their values are held below, and with them what they lie in.
+        for one in models[everything:]:
+            for owner in gradient_owners(one):
+                exits.callback(held_data(owner))
+        for parameter in parameters:
+            exits.callback(held_gradient(parameter))
+        values = HeldValues()
+        exits.callback(values.hold([list(one.buffers()) for one in models]))
+        if everything:
+            exits.callback(values.hold([list(model.parameters()), optimizers]))
+        if writes is not None:
+            exits.callback(writes.hold())
+        exits.callback(_drop_gradients, parameters)
+        hide_graphs(models)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+
+def _drop_gradients(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _held_requires_grad(parameters: Iterable[Tensor]) -> Callable[[], None]:
+    flags = [(parameter, parameter.requires_grad) for parameter in parameters]
+
+    def restore() -> None:
+        for parameter, flag in flags:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+
+    return restore
+
+
+def _held_modules(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    collections = [
+        (module, name, vars(module)[name], vars(module)[name].copy())
+        for module in modules
+        for name in _COLLECTIONS
+        if vars(module).get(name) is not None and not isinstance(module, torch.jit.ScriptModule)
+    ]
+    flags = [(module, name, getattr(module, name, None)) for module in modules for name in _FLAGS]
+
+    def restore() -> None:
+        for module, name, collection, entries in collections:
+            # In place: the handles that remove hooks know these dictionaries.
+            collection.clear()
+            collection.update(entries)
+            vars(module)[name] = collection
+        for module, name, flag in flags:
+            if getattr(module, name, None) != flag:
+                setattr(module, name, flag)
+
+    return restore
+
+
+def _held_settings() -> Callable[[], None]:
+    settings = [(get, put, get()) for get, put in _SETTINGS]
+
+    def restore() -> None:
+        for get, put, then in settings:
+            if get() != then:
+                put(then)
+
+    return restore
+
+
+def gradient_owners(model: nn.Module) -> list[Tensor]:
+    """A model's tensors that a backward may give a `.grad`: parameters, and buffers that need one."""
+    return [*model.parameters(), *(b for b in model.buffers() if b.requires_grad and b.is_leaf)]
+
+
+def held_random_state() -> Callable[[], None]:
+    """Puts the random state of Python, NumPy and torch back to what it is now, as often as it is called."""
+    python = random.getstate()
+    host = torch.get_rng_state()
+    # A device that was not used yet has drawn nothing.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    numpy = sys.modules.get("numpy.random")
+    numpy_state = None if numpy is None else numpy.get_state()
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
+
+    return restore

@@ -1,0 +1,114 @@
+"""The ways to run a unit in eager mode: which of the calls inside it, and whether the whole, are checkpointed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.checkpointing import Checkpoint
+from recoup.model.stand_in import StandIn
+from recoup.model.tracing import is_recomputed_by_others
+
+__all__ = [
+    "KEEP",
+    "RECOMPUTE",
+    "InnerForward",
+    "MarkedCall",
+    "Recipe",
+    "checkpointed",
+    "run_recipe",
+    "with_marks",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way to run a unit.
+
+    Attributes:
+        whole: the unit's call is forgotten and replayed as a whole.
+        inner: modules inside it, by their names relative to the unit, whose calls are forgotten and replayed.
+
+    >>> Recipe(whole=False, inner=("mlp", "norm")).name
+    'recompute mlp, norm'
+    >>> Recipe(whole=True, inner=("mlp",)).name
+    'recompute, then again mlp'
+    """
+
+    whole: bool = False
+    inner: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """How plans and reports call it."""
+        if not self.inner:
+            return "recompute" if self.whole else "keep"
+        return ("recompute, then again " if self.whole else "recompute ") + ", ".join(self.inner)
+
+    def modules(self, unit: nn.Module) -> frozenset[nn.Module]:
+        """The modules inside a unit that are checkpointed."""
+        return frozenset(map(unit.get_submodule, self.inner))
+
+
+_CHECKPOINT = Checkpoint()
+KEEP, RECOMPUTE = Recipe(), Recipe(whole=True)
+
+
+class _Marked(threading.local):
+    """The modules that are checkpointed in the unit that this thread runs."""
+
+    modules: frozenset[nn.Module] = frozenset()
+
+
+_marked = _Marked()
+
+
+class MarkedCall:
+    """A unit's forward with some of the modules inside it checkpointed."""
+
+    def __init__(self, unit: nn.Module, fn: Callable[..., Any], modules: frozenset[nn.Module]) -> None:
+        # For error texts, this is the unit's own method.
+        self.__self__, self.__name__, self.__wrapped__ = unit, "forward", fn
+        self.unit, self.fn, self.modules = unit, fn, modules
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, with the marks in force meanwhile."""
+        before, _marked.modules = _marked.modules, self.modules
+        try:
+            return self.fn(*args, **kwargs)
+        finally:
+            _marked.modules = before
+
+
+def run_recipe(
+    recipe: Recipe, unit: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a unit's forward under a recipe."""
+    run = with_marks(recipe, unit, fn)
+    return checkpointed(run, args, kwargs) if recipe.whole else run(*args, **kwargs)
+
+
+def checkpointed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a call under our primitive, also one without arguments."""
+    return _CHECKPOINT(fn, *args, **kwargs) if args or kwargs else _CHECKPOINT(fn)()
+
+
+def with_marks(recipe: Recipe, unit: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A unit's forward with a recipe's inner modules checkpointed."""
+    return MarkedCall(unit, fn, recipe.modules(unit)) if recipe.inner else fn
+
+
+class InnerForward(StandIn):
+    """Stands in for the forward of a module inside a unit: checkpointed where the running recipe says so."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the call, checkpointed if it is marked."""
+        is_marked = self.module in _marked.modules and torch.is_grad_enabled()
+        if is_marked and not is_recomputed_by_others():
+            return checkpointed(self.original, args, kwargs)
+        return self.original(*args, **kwargs)

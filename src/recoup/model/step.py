@@ -1,0 +1,327 @@
+"""What a training step is: the model called on a sample and a loss, or a callable of the user that does it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, Dataset
+
+from recoup.errors import LossError, SampleError
+from recoup.model.checks import check_model
+from recoup.model.compiled import check_not_compiled
+from recoup.model.history import has_graph_to_free
+from recoup.model.optimizers import Optimizers, read_optimizers
+from recoup.model.preserve import gradient_owners, preserving
+from recoup.model.samples import Sample, describe_sample, read_sample
+from recoup.snapshot.reachable import Reached, hooks_of
+from recoup.snapshot.writes import Writes
+from recoup.tensors import tensors_in
+
+__all__ = ["TrainingStep"]
+
+
+class TrainingStep:
+    """One training step of a model, which measuring and verifying run as often as they need.
+
+    Args:
+        model: what is trained.
+        sample: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or, where the loss takes
+            two arguments, ``(inputs, targets)``.
+        loss: from the model's output, and the targets if it takes two arguments, to a scalar; unless given, the
+            output's ``loss``, or the output itself.
+        step: a callable that runs a whole step, instead of sample and loss.
+        optimizer: what steps the model's parameters, and may be stepped by a ``step``.
+
+    Raises:
+        SampleError: it cannot be run, or not without leaving a trace.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Any = None,
+        *,
+        loss: Callable[..., Tensor] | None = None,
+        step: Callable[[], Any] | None = None,
+        optimizer: Optimizers | None = None,
+    ) -> None:
+        _check(model, sample, loss, step)
+        self.model, self.sample, self.loss, self.step = model, sample, loss, step
+        given = Sample((), {}) if sample is None else read_sample(sample, loss, model.forward)
+        self.args, self.kwargs, self.targets = given.args, given.kwargs, given.targets
+        roots = [
+            ("step", step),
+            ("loss", loss),
+            ("sample", sample),
+            *(("a hook", h) for h in hooks_of(model)),
+        ]
+        self._roots = roots
+        self.reached = self.reach()
+        hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+        #: Whether running it may step an optimizer: in a callable of the user's, or in a hook of a parameter.
+        self.changes_parameters = step is not None or any(hooks)
+        stepped = self.reached.optimizers if self.changes_parameters else []
+        self.optimizers = read_optimizers([*read_optimizers(optimizer), *stepped])
+        self.writes = Writes()
+        #: How many backwards of other models come before the model's own, after forwards that came to nothing.
+        self.num_skipped = 0
+        check_not_compiled(model, self.reached.used_modules, self.reached.compiled)
+        if self.reached.iterators:
+            raise _unrepeatable(*self.reached.iterators[0])
+        #: Whether the next step finds gradients of the one before.
+        self.leaves_gradients = False
+        #: Whether a step of the user's was seen to call `torch.autograd.grad`.
+        self.calls_grad = False
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """All that the sample holds."""
+        return (self.args, self.kwargs, self.targets)
+
+    def reach(self) -> Reached:
+        """What its code can get at now: what it was may have been replaced meanwhile."""
+        return Reached(self._roots, known=self.model)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """A block that may run the step, and leaves no trace of it.
+
+        Raises:
+            SampleError: a second step goes through the graph of the first, by way of a buffer or an attribute.
+        """
+        with preserving(
+            self.model,
+            self.optimizers,
+            everything=self.changes_parameters,
+            reached=self.reach(),
+            writes=self.writes,
+        ):
+            yield
+
+    def finding_writes(self) -> AbstractContextManager[None]:
+        """A block that runs the step for the first time: what it writes to is put back, then and later."""
+        # Parameters are put back by others only where the step is known to change them; a forward may, too.
+        parameters = self.model.parameters() if self.changes_parameters else ()
+        return self.writes.found([*parameters, *self.model.buffers()])
+
+    def forward(self) -> tuple[Any, Tensor]:
+        """Runs the model and the loss; returns the output, which users may hold during the backward, and the loss."""
+        output = self.model(*self.args, **self.kwargs)
+        return output, self.loss_of(output)
+
+    def refusal(self, error: Exception) -> SampleError | LossError:
+        """Says that the model itself failed on the sample, or the loss on its output, or the step."""
+        what = f"{type(error).__name__}: {error}"
+        if self.step is not None:
+            return SampleError(
+                f"step= failed: {what}. {_GRAD_IN_STEP if self.calls_grad else _STEP_IN_PIECES}"
+            )
+        if isinstance(error, _LossFailedError):
+            cause = error.__cause__
+            return LossError(
+                f"loss= failed on the model's output ({error}): {type(cause).__name__}: {cause}. It is called as"
+                f" loss(output{', targets' if self.targets else ''}): give a function that takes just that and"
+                " returns a scalar."
+            )
+        hint = ""
+        if not self.targets and isinstance(self.sample, (tuple, list)) and len(self.sample) == 2:
+            hint = (
+                " If it is (inputs, targets) from a loader, give a loss of output and targets, such as"
+                " loss=nn.CrossEntropyLoss()."
+            )
+        return SampleError(
+            f"{type(self.model).__name__} refuses the sample ({describe_sample(self.sample)}): {what}. Give what the"
+            f" model takes: a tensor for model(x), a tuple for model(*sample), a dict for model(**sample).{hint}"
+        )
+
+    def loss_of(self, output: Any) -> Tensor:
+        """The loss of an output, checked."""
+        loss = _default_loss(output) if self.loss is None else self.loss(output, *self.targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = (
+                f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise LossError(
+                f"The loss must be a scalar; got {what}. Give loss=, a function from the model's output to a scalar,"
+                " such as loss=lambda output: output.mean()."
+            )
+        if not loss.requires_grad:
+            raise LossError(
+                "The loss does not depend on any parameter that needs a gradient. Check loss=, requires_grad and"
+                " torch.no_grad inside the model."
+            )
+        return loss
+
+    def run_unchecked(self) -> None:
+        """Runs the forward alone, whatever its loss is like."""
+        if self.step is not None:
+            self.run(lambda loss, output: None)
+            return
+        output = self.model(*self.args, **self.kwargs)
+        if self.loss is None:
+            return
+        try:
+            self.loss(output, *self.targets)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise _LossFailedError(describe_sample(output)) from error
+
+    def run(self, at_backward: Callable[[Tensor, Any], bool | None]) -> None:
+        """Runs the step; ``at_backward(loss, output)`` stands in for each backward, unless it returns True.
+
+        A step of the user's finds gradients of zero after it: scalers, clipping and optimizers look for some. It also
+        finds those of the step before when it begins.
+        """
+        if self.step is None:
+            output, loss = self.forward()
+            at_backward(loss, output)
+            return
+
+        def backward(loss: Tensor) -> bool:
+            if at_backward(loss, None):
+                return True
+            self._give_gradients(trained)
+            return False
+
+        trained = self._trained()
+        # So that it does the same each time, from the same counters.
+        put_back = self.reach().hold()
+        if self.leaves_gradients:
+            with _disable_current_modes():
+                self._give_gradients(self.model.parameters())
+        try:
+            with _backward_replaced(backward), self._grad_noted():
+                self.step()
+            self.leaves_gradients = any(p.grad is not None for p in self.model.parameters())
+        finally:
+            put_back()
+            for parameter in trained:
+                parameter.grad = None
+
+    def _give_gradients(self, parameters: Iterable[Tensor]) -> None:
+        sparse = {
+            id(module.weight)
+            for module in self.model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                if id(parameter) in sparse:
+                    parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo)
+                else:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def _trained(self) -> list[Tensor]:
+        owned = [p for one in (self.model, *self.reached.modules) for p in gradient_owners(one)]
+        return [tensor for tensor in (*owned, *self.reached.leaves) if tensor.requires_grad]
+
+    @contextmanager
+    def _grad_noted(self) -> Iterator[None]:
+        """Notes whether the step calls `torch.autograd.grad`, which does not reach through the cuts around units."""
+        original = torch.autograd.grad
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            self.calls_grad = True
+            return original(*args, **kwargs)
+
+        torch.autograd.grad = grad
+        try:
+            yield
+        finally:
+            torch.autograd.grad = original
+
+
+_STEP_IN_PIECES = (
+    "While it is measured, units run one at a time and every gradient is 0: leave out of it what depends on the values"
+    " of gradients, or give a sample and loss= instead."
+)
+_GRAD_IN_STEP = (
+    "It calls torch.autograd.grad, which cannot reach through units while they are measured one at a time, cut off from"
+    " each other: leave that term (a gradient penalty, say) out of step= and leave room for it in the budget, or name"
+    " units= that contain all that it goes through. The fitted model then runs your whole step."
+)
+
+
+class _LossFailedError(Exception):
+    """The user's loss raised, for an output that the text describes."""
+
+
+def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
+    """Refuses what cannot be a step.
+
+    Raises:
+        SampleError: it says why.
+    """
+    check_model(model)
+    if (sample is None) == (step is None):
+        raise SampleError(
+            "Give either a sample (a tensor, a tuple of arguments, a dict of keyword arguments, or (inputs, targets)"
+            " with a loss of two arguments) or step=, a callable that runs a whole training step."
+        )
+    if isinstance(sample, (DataLoader, Dataset, Iterator)):
+        raise SampleError(
+            f"The sample is a {type(sample).__name__}, and one batch is wanted: give batch = next(iter(loader)), as"
+            " large as any in training."
+        )
+    if any(map(has_graph_to_free, tensors_in(sample))):
+        raise SampleError(
+            "A tensor of the sample was computed with gradients, so every step but the first finds its graph freed:"
+            " give its detach()."
+        )
+    if step is not None and loss is not None:
+        raise SampleError("loss= goes with a sample; a step= callable computes its own loss.")
+    if step is not None and not callable(step):
+        raise SampleError(f"step= must be callable; got a {type(step).__name__}.")
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise SampleError(f"loss= is the class {loss.__name__}: give an object of it, {loss.__name__}().")
+    if loss is not None and not callable(loss):
+        raise SampleError(f"loss= must be callable; got a {type(loss).__name__}.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SampleError(
+            f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"
+            " for. Call requires_grad_() on what should be trained."
+        )
+
+
+def _unrepeatable(name: str, iterator: Any) -> SampleError:
+    return SampleError(
+        f"The step uses {name!r}, a {type(iterator).__name__}: fitting runs the step many times, each run would take"
+        " the next of its items, and they could not be put back. Take what is needed before, as in batch = next(…), and"
+        " let the step use that."
+    )
+
+
+@contextmanager
+def _backward_replaced(replacement: Callable[[Tensor], bool]) -> Any:
+    """Gives every ``loss.backward()`` inside to ``replacement``, and runs those for which that returns True."""
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if replacement(tensors if isinstance(tensors, Tensor) else tensors[0]):
+            original(tensors, *args, **kwargs)
+
+    original = torch.autograd.backward
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
+
+
+def _default_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        return output["loss"]
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise LossError(
+            f"The model returns a {type(output).__name__} without a loss. Give loss=, a function from that output to a"
+            " scalar, or a sample with labels."
+        )
+    return loss

@@ -1,0 +1,326 @@
+"""Running a step unit by unit, with the graph cut around each, so that no more than one unit's memory is needed.
+
+NOTE [ Streaming ]
+    1. Code between the units runs as it always does, with a graph. Units are called with detached arguments and
+       hand on outputs whose history begins there: nothing that a unit saves outlives its call.
+    2. What a unit does with its call is for the visitor to say: look, measure, compare. `UnitCall.glance` is the
+       cheapest: a forward that records a graph without any data in it.
+    3. After the first backward that reaches the model nothing more is visited. A second forward before the gradients
+       are dropped means that the step accumulates gradients.
+    4. A backward that does not reach the model is another one's (a discriminator's), and runs. If nothing is left by
+       then of what units handed on, the visitor begins anew; later streams do not visit these calls at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from recoup.checkpointing.replay import pop_hooks, push_hooks
+from recoup.errors import UnitError
+from recoup.model.cut_graph import anchored
+from recoup.model.slices import sliced, unit_names
+from recoup.model.stand_in import intercepted
+from recoup.model.step import TrainingStep
+from recoup.tensors import needing_gradient
+
+__all__ = ["LeakError", "UnitCall", "Visitor", "stream"]
+
+
+@dataclass(frozen=True, eq=False)
+class UnitCall:
+    """One call of a unit in a streamed step.
+
+    Attributes:
+        index: among the step's unit calls.
+        name: of the module; with ``#2`` if this is its second call, and so on.
+        module: the unit.
+        fn: its own forward.
+        args: positional arguments, as the code before gave them; `fresh` cuts them off from it.
+        kwargs: keyword arguments.
+        holds: whether a `glance` must hold what is saved, because a backward runs inside the forward.
+        reset: puts back what a run before changed outside of tensors: a cache among the arguments, say.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    holds: bool = False
+    reset: Callable[[], None] | None = None
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+        """Arguments with a history of their own, and where that history begins."""
+        # Casts of weights that autocast made in one run must not be there in the next.
+        torch.clear_autocast_cache()
+        if self.reset is not None:
+            self.reset()
+        (args, kwargs), start = anchored((self.args, self.kwargs))
+        return args, kwargs, start
+
+    def again(self) -> UnitCall:
+        """The same call on arguments of its own, with which it may do what it likes."""
+        args, kwargs, _ = self.fresh()
+        return replace(self, args=args, kwargs=kwargs)
+
+    def glance(self, note: Callable[[Tensor], None] | None = None) -> Any:
+        """Runs the forward and forgets what it saves, after ``note`` has seen each saved tensor.
+
+        It runs on the real arguments, so that a list which the unit fills is filled for the code after it.
+        """
+
+        # Without its arguments, which the graph would hold.
+        nothing = _Nothing(replace(self, args=(), kwargs={}))
+
+        def pack(tensor: Tensor) -> Tensor | _Nothing:
+            if note is not None:
+                note(tensor)
+            return tensor.detach() if self.holds else nothing
+
+        push_hooks(pack, _give_back)
+        try:
+            return self.fn(*self.args, **self.kwargs)
+        except _ForgottenError:
+            if self.holds:
+                raise
+        finally:
+            pop_hooks()
+        return replace(self, holds=True).glance(note)
+
+
+class LeakError(UnitError):
+    """A unit that cannot be cut off from the code around it at its arguments and outputs.
+
+    Attributes:
+        module: the unit.
+    """
+
+    def __init__(self, name: str, what: str, module: nn.Module) -> None:
+        super().__init__(f"Unit {name!r} {what}, or choose other units with units=.")
+        self.module = module
+
+
+_LEAKS = (
+    "gives a tensor to code outside by another way than its output: a list, an attribute or a variable of others."
+    " Return it from the unit's forward"
+)
+
+
+class _ForgottenError(Exception):
+    """Something needs a saved tensor that was let go of."""
+
+    def __init__(self, call: UnitCall) -> None:
+        super().__init__(call.name)
+        self.call = call
+
+
+@dataclass(frozen=True, slots=True)
+class _Nothing:
+    """Stands for a saved tensor that was let go of."""
+
+    call: UnitCall
+
+
+def _give_back(packed: Tensor | _Nothing) -> Tensor:
+    if isinstance(packed, _Nothing):
+        raise _ForgottenError(packed.call)
+    return packed
+
+
+class _Mark:
+    """Lives as long as the graph that begins with what a unit handed on."""
+
+
+class Visitor(Protocol):
+    """What happens along a streamed step."""
+
+    def enter(self, call: UnitCall) -> None:
+        """The code before a unit has run; ``call`` is about to."""
+
+    def visit(self, call: UnitCall) -> Any:
+        """Runs the unit, at least once; returns its output."""
+
+    def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
+        """The unit has handed on ``output``, whose history begins at ``start``."""
+
+    def restart(self) -> None:
+        """All calls so far came to nothing: what follows is the step."""
+
+    def end(self, loss: Tensor, output: Any) -> None:
+        """The forward has ended; the model's ``output`` is known unless a step of the user's ran it."""
+
+
+class _Stream:
+    """The state of one streamed step."""
+
+    def __init__(self, step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> None:
+        self.step, self.units, self.visitor = step, units, visitor
+        self.num_calls = 0
+        self.num_foreign = 0
+        self.calls_of: dict[nn.Module, int] = {}
+        self.trained = {id(p) for p in step.model.parameters() if p.requires_grad}
+        self.handed: list[weakref.ref[_Mark]] = []
+        self.is_inside = False
+        self.has_ended = False
+        self.accumulates = self.has_stale = False
+
+    def run(self) -> None:
+        model = self.step.model
+        names = unit_names(model, self.units)
+        stand_ins = {unit: self._stand_in(unit, names[unit] or "model") for unit in self.units}
+        with intercepted(stand_ins), sliced(model, self.units):
+            self.step.run(self._backward)
+
+    def _stand_in(self, unit: nn.Module, name: str) -> Callable[..., Any]:
+        fn = unit.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.is_inside or not torch.is_grad_enabled():
+                return fn(*args, **kwargs)
+            if self.num_foreign < self.step.num_skipped:
+                with self._inside():
+                    return anchored(UnitCall(0, name, unit, fn, args, kwargs).glance())[0]
+            number = self.calls_of[unit] = self.calls_of.get(unit, 0) + 1
+            label = name if number == 1 else f"{name}#{number}"
+            with self._inside():
+                if not self.has_ended and self.num_calls == 0:
+                    self.has_stale = self._has_gradients()
+                if self.has_ended:
+                    self.accumulates = True
+                    with torch.no_grad():
+                        return fn(*args, **kwargs)
+                if _is_checkpointed():
+                    what = f"Unit {label!r} runs inside a checkpoint of the model's own."
+                    raise _checkpointed_already(what, self.step.model)
+                return self._visit(label, unit, fn, args, kwargs)
+
+        return forward
+
+    def _visit(self, label: str, unit: nn.Module, fn: Any, args: Any, kwargs: Any) -> Any:
+        call = UnitCall(self.num_calls, label, unit, fn, args, kwargs)
+        self.num_calls += 1
+        self.visitor.enter(call)
+        output = self.visitor.visit(call)
+        torch.clear_autocast_cache()
+        handed, start = anchored(output)
+        self._mark(handed)
+        del output
+        self.visitor.leave(call, handed, start)
+        return handed
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    def _mark(self, handed: Any) -> None:
+        mark = _Mark()
+        self.handed.append(weakref.ref(mark))
+        for tensor in needing_gradient(handed):
+            tensor.grad_fn.metadata[_Mark] = mark  # type: ignore[union-attr, index]
+
+    def _backward(self, loss: Tensor, output: Any) -> bool:
+        """Whether a backward is another model's, and runs as it is."""
+        if self.has_ended:
+            return False
+        if self.step.step is None or self._reaches_model(loss):
+            self.has_ended = True
+            self.accumulates = self._has_gradients()
+            self.has_stale &= not self.accumulates
+            self.visitor.end(loss, output)
+            return False
+        self.num_foreign += 1
+        is_new = self.num_foreign > self.step.num_skipped
+        if is_new and not any(mark() is not None for mark in self.handed):
+            self.step.num_skipped = self.num_foreign
+        if self.num_foreign == self.step.num_skipped:
+            self.num_calls, self.calls_of, self.handed = 0, {}, []
+            self.visitor.restart()
+        return loss.requires_grad
+
+    def _has_gradients(self) -> bool:
+        """Whether gradients of the step before are still there."""
+        return any(parameter.grad is not None for parameter in self.step.model.parameters())
+
+    def _reaches_model(self, loss: Tensor) -> bool:
+        """Whether a loss depends on what a unit handed on, or on a parameter of the model."""
+        waiting, seen = [loss.grad_fn], set()
+        while waiting:
+            node: Any = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if _Mark in node.metadata or id(getattr(node, "variable", None)) in self.trained:
+                return True
+            waiting += [below for below, _ in node.next_functions]
+        return False
+
+
+class Streamed(NamedTuple):
+    """What became of gradients in a streamed step.
+
+    Attributes:
+        accumulates: whether they were there when the backward began, or were added to by a second one.
+        has_stale: whether those of the step before were there in the forward, and gone when the backward began.
+    """
+
+    accumulates: bool
+    has_stale: bool
+
+
+def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> Streamed:
+    """Runs a step by NOTE [ Streaming ].
+
+    Raises:
+        LeakError: a gradient would reach the inside of a unit by another way than through its outputs.
+        UnitError: the model checkpoints units by itself.
+    """
+    running = _Stream(step, units, visitor)
+    try:
+        running.run()
+    except _ForgottenError as error:
+        raise LeakError(error.call.name, _LEAKS, error.call.module) from error
+    except RuntimeError as error:
+        if _REENTRANT not in str(error):
+            raise
+        raise _checkpointed_already("The model has reentrant checkpoints of its own.", step.model) from error
+    if running.num_foreign and not running.has_ended:
+        raise UnitError(
+            "The step runs no module of the model with gradients, so there is nothing to decide about: no backward"
+            " reaches it. Check step= and torch.no_grad around the model."
+        )
+    return Streamed(running.accumulates, running.has_stale)
+
+
+_REENTRANT = "use_reentrant=True"
+"""What torch says of a backward that asks for some gradients only, as every measurement does."""
+
+
+def _is_checkpointed() -> bool:
+    """Whether the code that runs is inside torch's own checkpoint."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def _checkpointed_already(what: str, model: nn.Module) -> UnitError:
+    remedies = {
+        "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
+        "set_grad_checkpointing": "model.set_grad_checkpointing(False)",
+    }
+    known = [f" with {call}" for name, call in remedies.items() if hasattr(model, name)]
+    return UnitError(
+        f"{what} recoup decides what to recompute: switch the model's checkpoints off{known[0] if known else ''}, or"
+        " choose units that contain them with units=."
+    )

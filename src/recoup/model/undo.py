@@ -1,0 +1,75 @@
+"""Running a unit again and again in the middle of a step, which must not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.model.named_arguments import named_objects
+from recoup.model.preserve import held_random_state
+from recoup.model.streaming import UnitCall
+from recoup.snapshot.python_state import Notes
+
+__all__ = ["made_attributes", "undone"]
+
+
+def _with_history(unit: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Attributes of a unit's modules that are tensors which something else computed, with where they are."""
+    places = [vars(module) for module in unit.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    return [
+        (attributes, name)
+        for attributes in places
+        for name, value in attributes.items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    ]
+
+
+def made_attributes(unit: nn.Module) -> list[Tensor]:
+    """Tensors among the attributes of a unit's modules that need a gradient and are no parameters.
+
+    Inside `undone` they are those that hooks outside the unit's forward have made.
+    """
+    return [
+        value
+        for module in unit.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+    ]
+
+
+@contextmanager
+def undone(call: UnitCall) -> Iterator[UnitCall]:
+    """Puts back what runs of a call change outside of tensors, also if the block raises.
+
+    Yields the call such that each run of it on fresh arguments begins from there.
+
+    Back are: attributes of the unit's modules, objects that it is given, lists and dicts that hooks of modules inside
+    it fill (also by way of a context variable), and the random state.
+
+    Inside, tensors that hooks have made for the unit's attributes, as pruning does with weights, begin a history of
+    their own, as its arguments do: `made_attributes`.
+    """
+    notes = Notes()
+    notes.add_modules(call.module)
+    notes.add_hooks(call.module)
+    notes.add_context()
+    for name, value in named_objects(call):
+        notes.add_object(name, value)
+    put_back_random_state = held_random_state()
+
+    def reset() -> None:
+        notes.put_back()
+        for attributes, name in _with_history(call.module):
+            attributes[name] = attributes[name].detach().requires_grad_()
+
+    reset()
+    try:
+        yield replace(call, reset=reset)
+    finally:
+        put_back_random_state()
+        notes.put_back()

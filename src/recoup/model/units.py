@@ -1,0 +1,280 @@
+"""Which module calls the plan decides about.
+
+NOTE [ Choosing units ]
+    1. A module whose form occurs again (a transformer block, a residual block, a cell called at every step) is a
+       unit, at the outermost level where that holds. What has no parameters may differ: stochastic depth gives each
+       block a rate of its own, and the first an Identity. Single operations (modules without children) repeat
+       everywhere and count only where nothing around them does.
+    2. A module that contains such blocks is no unit: what it calls is looked at one by one.
+    3. What remains is a unit if it is small (a quarter of the step's bytes at most) or has nothing inside.
+    4. A plain Sequential of single operations that is no unit is cut into slices (NOTE [ Slices ]). Each begins at a
+       layer with a weight of two dimensions or more, and takes what follows up to the next: norms, activations,
+       pooling. What comes before the first of these layers goes with it, unless it works in place: what it changes
+       was made elsewhere. So an activation in place is replayed together with what it works on.
+    5. A layer with parameters or buffers that the step calls more than once is in no slice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from torch import nn
+
+from recoup.errors import UnitError
+from recoup.model.calls import ModuleCall, form_of_module
+from recoup.model.slices import (
+    Slice,
+    first_overlap,
+    is_plain_sequential,
+    make_slice,
+    split_name,
+    unit_names,
+)
+
+__all__ = ["Units", "children_of", "choose_units", "find_units", "parts_of", "split_units", "without_nested"]
+
+Units = str | nn.Module | Callable[[str, nn.Module], bool]
+_LARGEST_SHARE = 4
+
+
+def choose_units(root: ModuleCall) -> list[nn.Module]:
+    """The units of a step by NOTE [ Choosing units ], in order of their first call.
+
+    A model that the step calls several times is looked at call by call: it is no block of itself.
+    """
+    outer = [call for call in root.inside if call.module is root.module] or [root]
+    slicing = _Slicing()
+    chosen = [module for call in outer for module in _choose_units(call, slicing)]
+    return without_nested(list(dict.fromkeys(chosen)))
+
+
+def _choose_units(root: ModuleCall, slicing: _Slicing) -> list[nn.Module]:
+    return list(dict.fromkeys(_Choice(root, slicing).below(root))) or [root.module]
+
+
+class _Choice:
+    """The units below one call."""
+
+    def __init__(self, root: ModuleCall, slicing: _Slicing) -> None:
+        self.root, self.slicing = root, slicing
+        self.forms = {call.module: form_of_module(call.module) for call in root.walk()}
+        self.counts = Counter(self.forms[call.module] for call in root.walk())
+        self.num_calls = Counter(call.module for call in root.walk())
+
+    def is_block(self, call: ModuleCall) -> bool:
+        is_again = self.counts[self.forms[call.module]] > 1
+        is_leaf = not call.inside
+        return call is not self.root and is_again and (not is_leaf or _is_cell(call, self.root))
+
+    def holds_blocks(self, call: ModuleCall) -> bool:
+        return any(self.is_block(inner) for inner in call.walk() if inner is not call)
+
+    def below(self, call: ModuleCall) -> list[nn.Module]:
+        is_root = call is self.root
+        if self.is_block(call) or not call.inside:
+            return [call.module] if not is_root or not call.inside else []
+        if is_root or self.holds_blocks(call) or call.made_bytes * _LARGEST_SHARE > self.root.made_bytes:
+            chosen = []
+            for part in self.slicing.parts(call, self.num_calls):
+                chosen += self.below(part) if isinstance(part, ModuleCall) else [part]
+            return chosen
+        return [call.module]
+
+
+class _Slicing:
+    """Cuts calls of Sequentials into slices; those of a Sequential that is called again are the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int, int], nn.Module] = {}
+
+    def parts(self, call: ModuleCall, num_calls: Mapping[nn.Module, int]) -> list[ModuleCall | nn.Module]:
+        """What a call consists of, in order: slices, and calls of what is in none."""
+        if not is_plain_sequential(call.module) or _called(call) != list(call.module):
+            return list(call.inside)
+        parts: list[ModuleCall | nn.Module] = []
+        for first, last in _slice_ranges(call.inside, num_calls):
+            if last == first + 1:
+                parts.append(call.inside[first])
+            else:
+                key = (call.name, first, last)
+                if key not in self._made:
+                    self._made[key] = make_slice(call.module, *key)
+                parts.append(self._made[key])
+        return parts
+
+
+def _slice_ranges(calls: Sequence[ModuleCall], num_calls: Mapping[nn.Module, int]) -> list[tuple[int, int]]:
+    """NOTE [ Choosing units ], 4 and 5, for calls in a row: from which to before which."""
+    ranges: list[tuple[int, int]] = []
+    is_open = has_weight = False
+    for index, call in enumerate(calls):
+        joins = not call.inside and not (num_calls[call.module] > 1 and _has_state(call.module))
+        is_weight = any(parameter.dim() > 1 for parameter in call.module.parameters())
+        if is_open and joins and not (is_weight and has_weight):
+            ranges[-1] = (ranges[-1][0], index + 1)
+            has_weight |= is_weight
+        else:
+            ranges.append((index, index + 1))
+            is_open = joins and (is_weight or not getattr(call.module, "inplace", False))
+            has_weight = is_weight
+    return ranges
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _called(call: ModuleCall) -> list[nn.Module]:
+    return [inner.module for inner in call.inside]
+
+
+def _is_cell(call: ModuleCall, root: ModuleCall) -> bool:
+    """Whether one and the same leaf with parameters is called at several steps."""
+    num_calls = sum(other.module is call.module for other in root.walk())
+    return num_calls > 1 and any(True for _ in call.module.parameters(recurse=False))
+
+
+def without_nested(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Drops modules that lie inside another one of them; slices that overlap are for others to find."""
+    inside = {child for module in modules for child in module.modules() if child is not module}
+    whole = [set(module.modules()) for module in modules if not isinstance(module, Slice)]
+
+    def is_nested(module: nn.Module) -> bool:
+        if isinstance(module, Slice):
+            return any(children.issuperset(module.children()) for children in whole)
+        return module in inside
+
+    return [module for module in modules if not is_nested(module)]
+
+
+def children_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
+    """What a unit calls directly."""
+    if isinstance(module, Slice):
+        return list(module.children())
+    call = _first_call(root, module)
+    return [] if call is None else list(dict.fromkeys(_called(call)))
+
+
+def parts_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
+    """The units that a unit can be split into: slices of a Sequential, or else what it calls."""
+    call = None if isinstance(module, Slice) else _first_call(root, module)
+    if call is not None:
+        num_calls = Counter(inner.module for inner in root.walk())
+        parts = [
+            part.module if isinstance(part, ModuleCall) else part
+            for part in _Slicing().parts(call, num_calls)
+        ]
+        if parts != [module]:
+            return list(dict.fromkeys(parts))
+    return children_of(root, module)
+
+
+def split_units(root: ModuleCall, units: Sequence[nn.Module], some: Collection[nn.Module]) -> list[nn.Module]:
+    """The units with some of them split into what they call; those that call nothing are none any more."""
+    parts = [part for unit in units for part in (parts_of(root, unit) if unit in some else [unit])]
+    # An activation that units share may lie in one that stays as it is.
+    return without_nested(list(dict.fromkeys(parts)))
+
+
+def _first_call(root: ModuleCall, module: nn.Module) -> ModuleCall | None:
+    return next((call for call in root.walk() if call.module is module), None)
+
+
+def find_units(root: ModuleCall, wanted: Units | Iterable[Units]) -> list[nn.Module]:
+    """The units that the user names: patterns of module names, modules, or a predicate.
+
+    Raises:
+        UnitError: nothing in the model is called so, the step never calls it, or one lies inside another.
+    """
+    names = {name: module for name, module in root.module.named_modules() if name}
+    called = {call.module for call in root.walk()}
+    entries = [wanted] if isinstance(wanted, (str, nn.Module)) or callable(wanted) else list(wanted)
+    if not entries:
+        raise UnitError("units= names nothing. Leave it out to let recoup choose.")
+    matching = [
+        module
+        for entry in entries
+        for module in ([entry] if entry is root.module else _matching(entry, root.module, names, called))
+    ]
+    labels = unit_names(root.module, matching)
+    # By name: the same slice may be named twice.
+    modules = _in_order(root, list({labels[module]: module for module in matching}.values()))
+    outer = without_nested(modules)
+    if len(outer) < len(modules):
+        name = labels[next(module for module in modules if module not in outer)]
+        raise UnitError(f"Unit {name!r} lies inside another unit. Name either the outer or the inner one.")
+    if overlap := first_overlap(root.module, modules):
+        one, other = map(labels.__getitem__, overlap)
+        raise UnitError(f"The units {one!r} and {other!r} overlap. Name slices that do not.")
+    return modules
+
+
+def _in_order(root: ModuleCall, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules in the order of their first calls."""
+    positions: dict[nn.Module, int] = {}
+    for position, call in enumerate(root.walk()):
+        positions.setdefault(call.module, position)
+
+    def position_of(module: nn.Module) -> int:
+        return positions[next(module.children()) if isinstance(module, Slice) else module]
+
+    return sorted(modules, key=position_of)
+
+
+def _matching(
+    entry: Units, model: nn.Module, names: dict[str, nn.Module], called: set[nn.Module]
+) -> list[nn.Module]:
+    if isinstance(entry, Slice):
+        return [entry]
+    if isinstance(entry, str) and (parts := split_name(entry)):
+        return _matching_slices(*parts, names={"": model} | names, called=called)
+    if isinstance(entry, nn.Module):
+        matches = {name: module for name, module in names.items() if module is entry}
+        what = f"The module {type(entry).__name__}(…)"
+    elif isinstance(entry, str):
+        matches = {name: module for name, module in names.items() if _fits(name, entry)}
+        what = f"The unit pattern {entry!r}"
+    else:
+        matches = {name: module for name, module in names.items() if entry(name, module)}
+        what = "The predicate for units"
+    if not matches:
+        close = difflib.get_close_matches(str(entry), names, n=3) if isinstance(entry, str) else []
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        known = ", ".join(sorted(names)[:8])
+        raise UnitError(f"{what} fits no module of the model.{hint} The first names are: {known}.")
+    used = [module for module in matches.values() if module in called]
+    if not used:
+        raise UnitError(
+            f"{what} fits {', '.join(map(repr, list(matches)[:3]))}, which the step never calls. Containers such as"
+            " ModuleList are not called, and a forward that is a generator runs elsewhere: name what is in them, for"
+            " example 'blocks.*'."
+        )
+    return used
+
+
+def _matching_slices(
+    pattern: str, first: int, last: int, *, names: dict[str, nn.Module], called: set[nn.Module]
+) -> list[nn.Module]:
+    found = [
+        make_slice(module, name, first, last)
+        for name, module in names.items()
+        if _fits(name, pattern)
+        and module in called
+        and is_plain_sequential(module)
+        and first < last <= len(module)
+    ]
+    if not found:
+        raise UnitError(
+            f"The unit pattern '{pattern}[{first}:{last}]' fits no nn.Sequential that the step calls and that has at"
+            " least as many children. A slice is made of consecutive children of one, for example 'features[0:3]'."
+        )
+    return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a module name fits a pattern, part by part: ``*`` never crosses a dot."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

@@ -1,0 +1,69 @@
+"""Plans for models as versioned JSON: exact both ways, strict about what it reads."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from recoup.errors import EncodingError
+from recoup.planning.documents import expect_keys, read_document, write_document
+from recoup.planning.encoding import decode_plan, encode_plan
+from recoup.plans.model_plan import ModelPlan
+from recoup.plans.profile_json import decode_profile, encode_profile
+
+__all__ = ["FORMAT_VERSION", "plan_from_json", "plan_to_json"]
+
+FORMAT_VERSION = 1
+_FORMAT = "recoup.engines"
+
+
+def plan_to_json(plan: ModelPlan, *, indent: int | None = None) -> str:
+    """Writes a plan with its profile, whose problem is also the schedule's.
+
+    Raises:
+        EncodingError: the schedule was made for another problem than the profile's.
+    """
+    if plan.schedule.problem != plan.profile.problem:
+        raise EncodingError("The plan's schedule was made for another problem than that of its profile.")
+    schedule = encode_plan(plan.schedule)
+    del schedule["problem"]
+    body = {
+        "profile": encode_profile(plan.profile),
+        "schedule": schedule,
+        "budget_bytes": plan.budget_bytes,
+        "checksum": _checksum(plan.budget_bytes, schedule),
+    }
+    return write_document(_FORMAT, FORMAT_VERSION, "plan", body, indent=indent)
+
+
+def plan_from_json(text: str) -> ModelPlan:
+    """Reads what `plan_to_json` wrote. The schedule is simulated again, and refused if its figures do not agree.
+
+    Raises:
+        EncodingError: the text is not JSON, not a model's plan, of another version, incomplete or altered.
+    """
+    return read_document(text, _FORMAT, FORMAT_VERSION, {"plan": _decode})
+
+
+def _decode(body: Any) -> ModelPlan:
+    names = {"profile", "schedule", "budget_bytes"}
+    expect_keys("A plan", body, {*names, "checksum"}, names)
+    profile = decode_profile(body["profile"])
+    schedule = decode_plan(body["schedule"], problem=profile.problem)
+    budget_bytes = body["budget_bytes"]
+    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
+        raise EncodingError(f"A plan's 'budget_bytes' should be a number of bytes; got {budget_bytes!r}.")
+    plan = ModelPlan(profile, schedule, budget_bytes)
+    # Read now, so that a schedule that no model can run is refused here and not when it is applied.
+    # A real step may need less than its prediction, and `fit` then takes a plan that only its checksum can vouch for.
+    needed_bytes = plan.predicted_bytes
+    if needed_bytes > budget_bytes and body.get("checksum") != _checksum(budget_bytes, body["schedule"]):
+        raise EncodingError(
+            f"A plan's 'budget_bytes' is {budget_bytes}; its schedule needs {needed_bytes} bytes."
+        )
+    return plan
+
+
+def _checksum(budget_bytes: int, schedule: Mapping[str, Any]) -> int:
+    return zlib.crc32(f"{budget_bytes} {schedule.get('checksum')}".encode())

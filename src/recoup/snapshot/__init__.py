@@ -1,0 +1,1 @@
+"""Running code without a trace: tensors, Python state and random state, kept and put back."""

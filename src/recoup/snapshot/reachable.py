@@ -1,0 +1,454 @@
+"""What code can get at besides its arguments: other models, optimizers, counters, lists, iterators.
+
+NOTE [ What a step can reach ]
+    1. A function leads to what it closes over, its defaults, its attributes, and the globals that its code names; a
+       bound method to its object; an object to its attributes; a class, or a Python module, that the user wrote to
+       what the user's code reads of it by name: methods, and state that all its objects share. Globals are followed
+       from the user's own functions only: those of libraries lead everywhere.
+    2. Python state (variables, attributes, containers, random generators) is put back from shallow copies. Values of
+       tensors are found by their writes instead (NOTE [ Copy on write ] in ``writes.py``): most of what is reached,
+       data sets and frozen models, never changes.
+    3. An iterator cannot be put back. One that the user's code reads would be advanced by every run.
+    4. Attributes that no code reads by name are visited last: their state is held, too, but what they are does not
+       matter.
+    5. Containers with very many items are held, and not looked into.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import re
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recoup.snapshot.own_code import (
+    attribute_names,
+    file_of,
+    global_names,
+    is_compiled_function,
+    is_library,
+    slots_of,
+)
+from recoup.snapshot.tensors import held_data, held_hooks
+
+__all__ = ["Reached", "hooks_of", "is_machinery"]
+
+_MOST_OBJECTS = 200_000
+_MOST_ITEMS = 10_000
+_LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OURS = __name__.partition(".")[0]
+# Objects of these packages are machinery: they hold no state of a training loop, and lead far away.
+_MACHINERY = re.compile(
+    rf"{_OURS}|_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re|selectors|socket"
+    r"|subprocess|threading|typing|unittest|weakref"
+)
+_FRAMEWORKS = re.compile(
+    r"builtins|functools|torch\w*|transformers|accelerate|\w*lightning\w*|peft|trl|timm|deepspeed"
+)
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BEFORE = ("__init__", "__new__", "__post_init__")
+
+Restore = Callable[[], None]
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    """What users registered on a model's modules and parameters, to be called in every step."""
+    places = (getattr(module, name) for module in model.modules() for name in _HOOKS)
+    found = [hook for place in places for hook in place.values()]
+    for parameter in model.parameters():
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            found += (hooks or {}).values()
+    return found
+
+
+class Reached:
+    """What some roots lead to, by NOTE [ What a step can reach ].
+
+    Args:
+        roots: functions and objects, with the names that errors give them.
+        known: a model that is taken care of otherwise: only what its attributes and its code lead to counts.
+
+    Attributes:
+        modules: other models, and other modules outside any of them.
+        used_modules: those of them that code reads.
+        optimizers: with the wrappers around them.
+        leaves: further tensors that get gradients.
+        iterators: with their names.
+        compiled: the names of functions that torch.compile made.
+
+    >>> losses = []
+    >>> reached = Reached([("log", {"losses": losses})])
+    >>> put_back = reached.hold()
+    >>> losses.append(2.0)
+    >>> put_back()
+    >>> losses
+    []
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]], known: nn.Module | None = None) -> None:
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.leaves: list[Tensor] = []
+        self.iterators: list[tuple[str, Any]] = []
+        self.compiled: list[str] = []
+        # Names that the user's code reads, and what waits for them to be read.
+        self._names = {"forward"}
+        self._unread: dict[str, list[tuple[str, Any, bool]]] = {}
+        self._holders: list[Callable[[], Restore]] = []
+        self._seen: dict[int, Any] = {}
+        self._waiting = deque((name, root, True) for name, root in roots)
+        self._own_packages = {_package_of(root) for _, root, _ in self._waiting} - {""}
+        self._is_rest = False
+        if known is not None:
+            self._visit_modules("model", known)
+        self._visit_waiting()
+        self.used_modules = tuple(self.modules)
+        self._is_rest = True
+        self._waiting.extend((*item[:2], False) for items in self._unread.values() for item in items)
+        self._visit_waiting()
+
+    def hold(self) -> Restore:
+        """Notes the Python state of all that was reached; returns what puts it back."""
+        restores = [holder() for holder in self._holders]
+
+        def put_back() -> None:
+            # One that fails does not keep the others from it.
+            with ExitStack() as exits:
+                for restore in restores:
+                    exits.callback(restore)
+
+        return put_back
+
+    def _visit_waiting(self) -> None:
+        while self._waiting and len(self._seen) < _MOST_OBJECTS:
+            name, value, is_own = self._waiting.popleft()
+            # Proxies and the like may raise whatever they want when they are looked at.
+            with suppress(Exception):
+                self._visit(name, value, is_own)
+
+    def _visit(self, name: str, value: Any, is_own: bool) -> None:
+        if id(value) in self._seen or is_machinery(value):
+            return
+        self._seen[id(value)] = value
+        if is_compiled_function(value) and not self._is_rest:
+            self.compiled.append(name)
+        match value:
+            case FunctionType():
+                self._visit_function(value, is_own)
+            case MethodType():
+                self._queue([(name, value.__func__), (name, value.__self__)], is_own)
+            case BuiltinFunctionType() if not isinstance(value.__self__, ModuleType):
+                self._queue([(name, value.__self__)], is_own)
+            case functools.partial():
+                self._queue([(name, value.func)], is_own)
+                self._visit_items(name, value.args, is_own)
+                self._queue(value.keywords.items(), is_own)
+            case type():
+                self._visit_class(name, value, is_own)
+            case nn.Module():
+                self.modules.append(value)
+                self._visit_modules(name, value)
+            case Optimizer():
+                self.optimizers.append(value)
+                rest = ((k, item) for k, item in vars(value).items() if k not in ("param_groups", "state"))
+                self._queue(rest, False)
+            case Tensor():
+                self._holders.append(functools.partial(held_data, value))
+                if value.requires_grad:
+                    self._holders.append(functools.partial(held_hooks, value))
+                    if value.is_leaf:
+                        self.leaves.append(value)
+            case torch.Generator():
+                self._holders.append(functools.partial(_hold_generator, value))
+            case random.Random():
+                self._holders.append(functools.partial(_hold_random, value))
+            case list() | deque() | set():
+                self._holders.append(functools.partial(_hold_items, value))
+                self._visit_items(name, value, is_own)
+            case dict():
+                self._holders.append(functools.partial(_hold_dict, value))
+                if len(value) <= _MOST_ITEMS:
+                    pairs = ((f"{name}[{k!r}]", v) for k, v in value.items() if not isinstance(v, _LEAVES))
+                    self._queue(pairs, is_own)
+            case tuple() | frozenset():
+                self._visit_items(name, value, is_own)
+            case Iterator() if not isinstance(value, io.IOBase):
+                if is_own:
+                    self.iterators.append((name, value))
+            case ModuleType():
+                if not is_library(getattr(value, "__file__", None)):
+                    self._holders.append(functools.partial(_hold_dict, vars(value)))
+                    self._visit_attributes(name, vars(value), is_own)
+            case _:
+                self._visit_object(name, value, is_own)
+
+    def _queue(self, items: Iterable[tuple[Any, Any]], is_own: bool) -> None:
+        self._waiting.extend((str(name), value, is_own) for name, value in items)
+
+    def _visit_items(self, name: str, items: Any, is_own: bool) -> None:
+        if len(items) <= _MOST_ITEMS:
+            numbered = ((i, item) for i, item in enumerate(items) if not isinstance(item, _LEAVES))
+            self._queue(((f"{name}[{i}]", item) for i, item in numbered), is_own)
+
+    def _visit_function(self, fn: FunctionType, is_own: bool) -> None:
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            self._holders.append(functools.partial(_hold_cell, cell))
+            if (content := _content(cell)) is not _EMPTY:
+                self._queue([(name, content)], is_own)
+        self._visit_items("default", fn.__defaults__ or (), is_own)
+        self._queue((fn.__kwdefaults__ or {}).items(), is_own)
+        if self._is_library_code(fn):
+            return
+        self._queue([(fn.__name__, fn.__dict__)], is_own)
+        for name in attribute_names(fn.__code__) - self._names:
+            self._names.add(name)
+            self._waiting.extend(self._unread.pop(name, ()))
+        known = fn.__globals__
+        for name in sorted(global_names(fn.__code__)):
+            self._holders.append(functools.partial(_hold_key, known, name))
+            if name in known:
+                self._queue([(name, known[name])], is_own)
+
+    def _is_library_code(self, fn: FunctionType) -> bool:
+        # A training script may be installed as a package of its own.
+        return is_library(fn.__code__.co_filename) and _root_of(fn.__module__) not in self._own_packages
+
+    def _visit_modules(self, name: str, root: nn.Module) -> None:
+        """A model's modules one by one, whatever order they were reached in."""
+        for path, module in root.named_modules():
+            self._seen[id(module)] = module
+            if not isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
+                attributes = ((key, value) for key, value in vars(module).items() if key not in _STRUCTURE)
+                self._queue(((f"{name}.{path}.{key}", value) for key, value in attributes), False)
+            # What a unit's own code does with an iterator is for the audit to say.
+            self._queue(((name, cls) for cls in type(module).__mro__), False)
+
+    def _visit_object(self, name: str, value: Any, is_own: bool) -> None:
+        if (state := _numpy_state(value)) is not None:
+            self._holders.append(state)
+            return
+        is_own = is_own and not is_library(file_of(type(value)))
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._holders.append(functools.partial(_hold_dict, attributes))
+            self._visit_attributes(name, attributes, is_own)
+        if slots := slots_of(type(value)):
+            self._holders.append(functools.partial(_hold_slots, value, slots))
+            held = {slot.__name__: slot.__get__(value) for slot in slots if _has(value, slot)}
+            self._visit_attributes(name, held, is_own)
+        self._queue(((name, cls) for cls in type(value).__mro__), is_own)
+
+    def _visit_class(self, name: str, cls: type, is_own: bool) -> None:
+        """What all objects of a class of the user's share: its methods, and its state."""
+        if is_library(file_of(cls)) and _root_of(cls.__module__) not in self._own_packages:
+            return
+        self._holders.append(functools.partial(_hold_class, cls))
+        for key, item in list(vars(cls).items()):
+            item = getattr(item, "__func__", getattr(item, "fget", getattr(item, "func", item)))
+            self._when_read(key, (f"{name}.{key}", item, is_own))
+
+    def _visit_attributes(self, name: str, attributes: dict[str, Any], is_own: bool) -> None:
+        for key, item in list(attributes.items()):
+            if isinstance(item, _LEAVES):
+                continue
+            if is_own:
+                self._when_read(key, (f"{name}.{key}", item, True))
+            else:
+                self._queue([(f"{name}.{key}", item)], False)
+
+    def _when_read(self, key: str, item: tuple[str, Any, bool]) -> None:
+        """Queues what the user's code reaches only by that name, once it reads it."""
+        if key in self._names or (key.startswith("__") and key not in _BEFORE):
+            self._waiting.append(item)
+        else:
+            self._unread.setdefault(key, []).append(item)
+
+
+_EMPTY = object()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not bound yet
+        return _EMPTY
+
+
+def _root_of(module: str | None) -> str:
+    return str(module or "").partition(".")[0]
+
+
+def _package_of(root: Any) -> str:
+    """The package of a function of the user's; empty for one of a framework's."""
+    while isinstance(root, functools.partial):
+        root = root.func
+    package = _root_of(getattr(root, "__module__", None)) if callable(root) else ""
+    return "" if _FRAMEWORKS.fullmatch(package) else package
+
+
+def is_machinery(value: Any) -> bool:
+    """Whether a value is none of the user's: a lock, a logger, something of ours."""
+    package = value.__module__ if isinstance(value, (FunctionType, type)) else type(value).__module__
+    is_machinery = _MACHINERY.fullmatch(_root_of(package)) is not None
+    return is_machinery and not isinstance(value, (nn.Module, Tensor))
+
+
+def _has(value: Any, slot: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
+
+
+def _numpy_state(value: Any) -> Callable[[], Restore] | None:
+    """How to hold a NumPy array or generator, without importing NumPy."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray):
+        return functools.partial(_hold_array, value)
+    if not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return None
+    bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator
+
+    def hold() -> Restore:
+        state = bits.state
+        return lambda: setattr(bits, "state", state)
+
+    return hold
+
+
+_MOST_ARRAY_BYTES = 1 << 20
+"""Larger arrays are data, which steps read."""
+
+
+def _hold_array(array: Any) -> Restore:
+    if array.nbytes > _MOST_ARRAY_BYTES or not array.flags.writeable:
+        return lambda: None
+    then = array.copy()
+
+    def restore() -> None:
+        array[...] = then
+
+    return restore
+
+
+def _hold_generator(generator: torch.Generator) -> Restore:
+    state = generator.get_state()
+
+    def restore() -> None:
+        generator.set_state(state)
+
+    return restore
+
+
+def _hold_random(generator: random.Random) -> Restore:
+    state = generator.getstate()
+    return lambda: generator.setstate(state)
+
+
+# Containers are filled again in place, and only where they changed: others refer to them.
+# By identity, since items may refuse to be compared; by the built-in class's own methods, since a subclass may refuse
+# to be changed.
+
+
+def _is_unchanged(place: Any, then: Any) -> bool:
+    return len(place) == len(then) and all(map(is_, place, then))
+
+
+def _hold_items(place: list[Any] | deque[Any] | set[Any]) -> Restore:
+    then = list(place)
+    built_in: Any = next(kind for kind in (list, deque, set) if isinstance(place, kind))
+
+    def restore() -> None:
+        if not _is_unchanged(place, then):
+            built_in.clear(place)
+            fill: Any = built_in.update if built_in is set else built_in.extend
+            fill(place, then)
+
+    return restore
+
+
+def _hold_dict(place: dict[Any, Any]) -> Restore:
+    then = dict(place)
+
+    def restore() -> None:
+        if not (_is_unchanged(place, then) and _is_unchanged(place.values(), then.values())):
+            built_in = OrderedDict if isinstance(place, OrderedDict) else dict
+            built_in.clear(place)
+            for key, value in then.items():
+                built_in.__setitem__(place, key, value)
+
+    return restore
+
+
+def _hold_class(cls: type) -> Restore:
+    then = {key: value for key, value in vars(cls).items() if not key.startswith("__")}
+
+    def restore() -> None:
+        for key in [key for key in vars(cls) if not key.startswith("__") and key not in then]:
+            type.__delattr__(cls, key)
+        for key, value in then.items():
+            if vars(cls).get(key, _EMPTY) is not value:
+                type.__setattr__(cls, key, value)
+
+    return restore
+
+
+def _hold_cell(cell: CellType) -> Restore:
+    then = _content(cell)
+
+    def restore() -> None:
+        if _content(cell) is then:
+            return
+        if then is _EMPTY:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = then
+
+    return restore
+
+
+def _hold_key(place: dict[str, Any], key: str) -> Restore:
+    then = place.get(key, _EMPTY)
+
+    def restore() -> None:
+        if then is _EMPTY:
+            place.pop(key, None)
+        elif place.get(key, _EMPTY) is not then:
+            place[key] = then
+
+    return restore
+
+
+def _hold_slots(owner: Any, slots: tuple[Any, ...]) -> Restore:
+    then = {slot: slot.__get__(owner) for slot in slots if _has(owner, slot)}
+
+    def restore() -> None:
+        for slot in slots:
+            if slot not in then:
+                if _has(owner, slot):
+                    slot.__delete__(owner)
+            elif not _has(owner, slot) or slot.__get__(owner) is not then[slot]:
+                slot.__set__(owner, then[slot])
+
+    return restore

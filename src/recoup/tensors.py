@@ -1,0 +1,295 @@
+"""Nested values and the tensors in them, tensors and the storages behind them: the one implementation of each."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recoup.errors import CheckpointError
+
+__all__ = [
+    "PLAIN",
+    "contents",
+    "map_tensors",
+    "named_outputs",
+    "needing_gradient",
+    "num_owners",
+    "path_to",
+    "paths",
+    "plain_tensors",
+    "put_all_together",
+    "put_together",
+    "storages",
+    "storages_of",
+    "take_all_apart",
+    "take_apart",
+    "tensors_in",
+    "version_of",
+    "versions_of",
+]
+
+PLAIN = frozenset({int, float, bool, str, type(None), complex, bytes, torch.dtype, torch.device, torch.Size})
+"""Types of values that are held as they are: nothing in them can change."""
+_BARE = frozenset({list, tuple, dict})
+_BY_ROW = ("crow_indices", "col_indices", "values")
+_BY_COLUMN = ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}
+
+
+class _Slot:
+    """Stands for the tensor with this index."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Container:
+    """Stands for a container. It never refers to the original, which would keep its tensors alive."""
+
+    __slots__ = ("children", "keys", "kind", "pattern")
+
+    def __init__(self, original: Any, keys: tuple[Any, ...], children: list[Any]) -> None:
+        self.kind = type(original)
+        self.keys = keys
+        self.children = children
+        self.pattern: Any = None
+        """An emptied copy, for containers that carry more than their items."""
+        if isinstance(original, tuple):
+            self.pattern = getattr(original, "__dict__", None) or None
+        elif self.kind not in _BARE:
+            self.pattern = copy.copy(original)
+            self.fill(self.pattern, [None] * len(keys))
+
+    def fill(self, container: Any, values: list[Any]) -> None:
+        if isinstance(container, list):
+            container[:] = values
+        elif isinstance(container, deque):
+            container.clear()
+            container.extend(values)
+        elif isinstance(container, (dict, UserDict)):
+            for key, value in zip(self.keys, values, strict=True):
+                container[key] = value
+        else:
+            for key, value in zip(self.keys, values, strict=True):
+                object.__setattr__(container, key, value)  # frozen dataclasses too
+
+    def make_tuple(self, children: list[Any]) -> Any:
+        if hasattr(self.kind, "n_sequence_fields"):  # what torch.topk and others return
+            return self.kind(children)
+        # Past the subclass's own __new__: a named tuple takes fields, a packed sequence computes some.
+        made = tuple.__new__(self.kind, children)
+        if self.pattern:
+            made.__dict__.update(self.pattern)
+        return made
+
+
+def take_all_apart(
+    args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Tensor], others: list[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Puts slots for the tensors, which it appends to ``tensors``; ``others`` gets what is no plain data."""
+    apart = [take_apart(value, tensors, others) for value in args]
+    return apart, {key: take_apart(value, tensors, others) for key, value in kwargs.items()}
+
+
+def take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
+    """`take_all_apart` for one value."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Iterator):
+        raise CheckpointError(
+            f"An argument is an iterator ({type(value).__name__}), which the replay would find used up. Pass a list."
+        )
+    found = contents(value)
+    if found is not None:
+        mark = len(tensors)
+        try:
+            return _Container(value, found[0], [take_apart(item, tensors, others) for item in found[1]])
+        except CheckpointError:
+            raise
+        except Exception:  # a container that cannot be copied or filled: held as it is
+            del tensors[mark:]
+    others.append(value)
+    return value
+
+
+def contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """The keys and items of a container, or None if it is no container that can be taken apart."""
+    if isinstance(value, (list, tuple, deque)):
+        return tuple(range(len(value))), list(value)
+    if isinstance(value, (dict, UserDict)):
+        return tuple(value), list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
+        keys = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+        return keys, [getattr(value, key) for key in keys]
+    return None
+
+
+def put_all_together(
+    args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Undoes `take_all_apart`, with these tensors in the slots."""
+    together = [put_together(node, tensors) for node in args]
+    return together, {key: put_together(node, tensors) for key, node in kwargs.items()}
+
+
+def put_together(node: Any, tensors: list[Tensor]) -> Any:
+    """Undoes `take_apart`."""
+    if type(node) is _Slot:
+        return tensors[node.index]
+    if type(node) is not _Container:
+        return node
+    children = [put_together(child, tensors) for child in node.children]
+    if node.kind is list:
+        return children
+    if node.kind is dict:
+        return dict(zip(node.keys, children, strict=True))
+    if issubclass(node.kind, tuple):
+        return node.make_tuple(children)
+    container = copy.copy(node.pattern)
+    node.fill(container, children)
+    return container
+
+
+def path_to(index: int, args: Iterable[Any], kwargs: dict[str, Any], names: list[str]) -> str:
+    """Names a slot as the caller wrote it."""
+    for position, node in enumerate(args):
+        name = names[position] if position < len(names) else f"argument {position}"
+        for found, path in paths(node, name):
+            if found == index:
+                return path
+    for key, node in kwargs.items():
+        for found, path in paths(node, repr(key)):
+            if found == index:
+                return path
+    raise IndexError(index)
+
+
+def paths(node: Any, name: str) -> Iterator[tuple[int, str]]:
+    """The slots in what `take_apart` returned, each with its name as the caller wrote it."""
+    if type(node) is _Slot:
+        yield node.index, name
+    elif type(node) is _Container:
+        attributes = not issubclass(node.kind, (list, tuple, deque, dict, UserDict))
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from paths(child, f"{name}.{key}" if attributes else f"{name}[{key!r}]")
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers, each object once.
+
+    >>> import torch
+    >>> x = torch.zeros(2)
+    >>> len(tensors_in({"a": [x, (x, torch.ones(3))]}))
+    2
+    """
+    found: list[Tensor] = []
+    take_apart(tree, found, [])
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same nested containers with other tensors; one that occurs twice is changed once."""
+    found: list[Tensor] = []
+    node = take_apart(tree, found, [])
+    changed = {key: change(tensor) for key, tensor in {id(tensor): tensor for tensor in found}.items()}
+    return put_together(node, [changed[id(tensor)] for tensor in found])
+
+
+def needing_gradient(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers that need a gradient."""
+    return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
+
+
+def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a model's output with the names that its user knows them by.
+
+    >>> import torch
+    >>> [name for name, _ in named_outputs({"logits": torch.zeros(1), "states": [torch.zeros(1), torch.zeros(1)]})]
+    ['logits', 'states', 'states']
+    >>> [name for name, _ in named_outputs(torch.zeros(1))]
+    ['the output']
+    """
+    if isinstance(output, Mapping):
+        parts = [(str(key), value) for key, value in output.items()]
+    elif isinstance(output, (tuple, list)):
+        parts = [(f"output {index}", value) for index, value in enumerate(output)]
+    else:
+        parts = [("the output", output)]
+    return [(name, tensor) for name, value in parts for tensor in tensors_in(value)]
+
+
+def storages_of(tree: Any) -> dict[int, int]:
+    """Bytes by storage: views and aliases count once."""
+    found = (storage for tensor in tensors_in(tree) for storage in storages(tensor))
+    return {storage._cdata: storage.nbytes() for storage in found}
+
+
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    """Their version counters."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Its version counter; inference tensors have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor itself, or what holds its bytes: parts of a wrapper subclass (a sharded tensor), or of a sparse one.
+
+    >>> [part.dtype for part in plain_tensors(torch.eye(3).to_sparse())]
+    [torch.int64, torch.float32]
+    """
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        names, _ = wrapper.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(wrapper, name))
+    elif tensor.layout in _SPARSE_PARTS:
+        yield from (getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout])
+    else:
+        yield tensor
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that hold its bytes.
+
+    >>> [storage.nbytes() for storage in storages(torch.zeros(10)[:3])]
+    [40]
+    """
+    for plain in plain_tensors(tensor):
+        if plain.layout is torch.strided:
+            yield plain.untyped_storage()
+
+
+def num_owners(storage: torch.UntypedStorage) -> int:
+    """How many refer to a storage: tensors, graphs and the Python object itself.
+
+    >>> tensor = torch.zeros(10)
+    >>> alias = tensor[:3]
+    >>> num_owners(tensor.untyped_storage())
+    3
+    """
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from recoup.measuring import MemoryTracker, OptimizerCost, optimizer_cost
+
+Make = Callable[[Iterable[Tensor]], Optimizer]
+
+
+class ByHand(Optimizer):
+    """Of ordinary shape: state made at the first step, replaced at each, and a list of its own."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.own = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.own:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["mean"] = state.get("mean", torch.zeros_like(parameter)) * 0.9 + parameter.grad
+                parameter.sub_(state["mean"] * self.param_groups[0]["lr"])
+
+
+class Choosy(ByHand):
+    """Asks for values, which fakes do not have."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if all(bool(parameter.grad.isfinite().all()) for parameter in self.own if parameter.grad is not None):
+            super().step()
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda params: optim.SGD(params),
+    "sgd_momentum": lambda params: optim.SGD(params, momentum=0.9),
+    "sgd_foreach": lambda params: optim.SGD(params, momentum=0.9, weight_decay=0.1, foreach=True),
+    "sgd_lr_tensor": lambda params: optim.SGD(params, lr=torch.tensor(0.1)),
+    "adam": lambda params: optim.Adam(params),
+    "adam_amsgrad": lambda params: optim.Adam(params, amsgrad=True),
+    "adam_lr_tensor": lambda params: optim.Adam(params, lr=torch.tensor(0.1)),
+    "adamw_foreach": lambda params: optim.AdamW(params, foreach=True),
+    "adamw_fused": lambda params: optim.AdamW(params, fused=True),
+    "adagrad": lambda params: optim.Adagrad(params),
+    "rmsprop": lambda params: optim.RMSprop(params, momentum=0.9, centered=True),
+    "adafactor": lambda params: optim.Adafactor(params),
+    "adafactor_foreach": lambda params: optim.Adafactor(params, foreach=True),
+    "nadam": lambda params: optim.NAdam(params),
+    "asgd": lambda params: optim.ASGD(params),
+    "by_hand": ByHand,
+}
+
+
+def make_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 7), nn.LayerNorm(7))
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+def true_state_bytes(optimizer: Optimizer, device: str = "cpu") -> int:
+    values = [value for entry in optimizer.state.values() for value in entry.values()]
+    return sum(
+        value.untyped_storage().nbytes()
+        for value in values
+        if isinstance(value, Tensor) and value.device.type == device
+    )
+
+
+def give_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+
+
+def step_truth(model: nn.Module, optimizer: Optimizer) -> tuple[int, int]:
+    """The bytes of state after a real step, and what the next one needs."""
+    give_gradients(model)
+    with MemoryTracker() as memory:
+        optimizer.step()
+        state_bytes, held_bytes = true_state_bytes(optimizer), memory.current_bytes
+        memory.reset_peak()
+        optimizer.step()
+    return state_bytes, memory.peak_bytes - held_bytes
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_costs_are_those_of_real_steps(name: str) -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    now_bytes = true_state_bytes(optimizer)
+    cost = optimizer_cost(optimizer)
+    after_bytes, transient_bytes = step_truth(model, optimizer)
+    assert cost == OptimizerCost(now_bytes, after_bytes - now_bytes, transient_bytes)
+    assert optimizer_cost(optimizer) == OptimizerCost(after_bytes, 0, transient_bytes)
+
+
+MANY: dict[str, Make] = {
+    **OPTIMIZERS,
+    "groups": lambda params: optim.AdamW(
+        [{"params": (all_of := list(params))[:3]}, {"params": all_of[3:], "weight_decay": 0.0}], foreach=True
+    ),
+    "mixed": lambda params: optim.Adam(
+        [{"params": (all_of := list(params))[:9], "foreach": True}, {"params": all_of[9:], "foreach": False}]
+    ),
+}
+
+
+def make_deep_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(30, 90),
+        nn.Linear(90, 20),
+        *(nn.Sequential(nn.Linear(20, 20), nn.LayerNorm(20)) for _ in range(12)),
+    )
+
+
+@pytest.mark.parametrize("device_type", [None, "cuda"])
+@pytest.mark.parametrize("name", MANY)
+def test_a_few_of_many_parameters_tell_as_much_as_all(
+    name: str, device_type: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = MANY[name](make_deep_model().parameters())
+    few = optimizer_cost(optimizer, device_type=device_type)
+    monkeypatch.setattr("recoup.measuring.optimizer.rehearsal.rehearse_few", lambda *_: None)
+    assert few == optimizer_cost(optimizer, device_type=device_type)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_few"), [("adamw_foreach", True), ("sgd_foreach", True), ("by_hand", False)]
+)
+def test_a_few_are_rehearsed_where_that_works(
+    name: str, is_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError
+
+    optimizer = OPTIMIZERS[name](make_deep_model().parameters())
+    monkeypatch.setattr("recoup.measuring.optimizer.rehearsal._copied", refuse)
+    assert optimizer_cost(optimizer).is_estimate is not is_few
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nothing_is_touched(name: str) -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    give_gradients(model)
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    random_state = torch.get_rng_state()
+    optimizer_cost(optimizer)
+    after = model.state_dict(), optimizer.state_dict()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_only_parameters_without_state_are_missing() -> None:
+    model = make_model()
+    optimizer = optim.Adam(model[0].parameters())
+    give_gradients(model)
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    cost = optimizer_cost(optimizer)
+    assert cost.state_bytes == 2 * (30 * 20 + 20) * 4 + 2 * 4
+    assert cost.missing_bytes == 2 * 20 * 7 * 4 + 4  # the bias needs no gradient
+    assert not cost.is_estimate
+
+
+def test_hooks_and_schedulers_are_not_called() -> None:
+    model = make_model()
+    optimizer = optim.SGD(model.parameters(), momentum=0.9)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("own"))
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("everyone's"))
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    weight = model[0].weight.clone()
+    give_gradients(model)
+    assert optimizer_cost(optimizer).missing_bytes == (30 * 20 + 20 + 20 * 7 + 2 * 7) * 4
+    handle.remove()
+    assert calls == []
+    assert not optimizer.state
+    assert torch.equal(model[0].weight, weight)
+
+
+def test_a_step_that_looks_at_values_is_scaled_up_from_samples() -> None:
+    model = make_model()
+    optimizer = Choosy(model.parameters())
+    cost = optimizer_cost(optimizer)
+    after_bytes, transient_bytes = step_truth(model, optimizer)
+    assert cost.is_estimate
+    assert (cost.state_bytes, cost.missing_bytes) == (0, after_bytes)
+    assert transient_bytes <= cost.transient_bytes <= 4 * transient_bytes
+
+
+def test_a_step_that_needs_a_closure_is_guessed() -> None:
+    model = make_model()
+    trained_bytes = (30 * 20 + 20 + 20 * 7 + 2 * 7) * 4
+    cost = optimizer_cost(optim.LBFGS(model.parameters()))
+    assert cost == OptimizerCost(0, 2 * trained_bytes, 2 * trained_bytes, is_estimate=True)
+
+
+def test_scalar_and_empty_parameters() -> None:
+    parameters = [nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3))]
+    cost = optimizer_cost(optim.Adam(parameters))
+    assert (cost.missing_bytes, cost.is_estimate) == (2 * 16 + 3 * 4, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}, {"capturable": True}])
+@pytest.mark.parametrize("make", [optim.Adam, optim.AdamW])
+def test_on_an_accelerator(make: type[optim.Adam], options: dict[str, bool]) -> None:
+    # Sizes of whole megabytes, so that the allocator's rounding does not show.
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3))).cuda()
+    optimizer = make(model.parameters(), **options)
+    held_bytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    cost = optimizer_cost(optimizer)
+    # Fake tensors wake the device up with a single number.
+    assert torch.cuda.max_memory_allocated() - held_bytes <= 512
+    give_gradients(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # capturable without capture
+        optimizer.step()
+        assert cost.missing_bytes == true_state_bytes(optimizer, "cuda")
+        torch.cuda.reset_peak_memory_stats()
+        held_bytes = torch.cuda.memory_allocated()
+        optimizer.step()
+    transient_bytes = torch.cuda.max_memory_allocated() - held_bytes
+    assert abs(cost.transient_bytes - transient_bytes) < 2**16
+    assert not cost.is_estimate

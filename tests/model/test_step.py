@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tally import Tally
+from torch import Tensor, nn
+
+from recoup.errors import LossError, SampleError, UnitError
+from recoup.measuring import measure
+from recoup.model.calls import watch_calls
+from recoup.model.samples import describe_sample
+from recoup.model.step import TrainingStep
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3))
+
+
+def total(output: Tensor) -> Tensor:
+    return output.sum()
+
+
+X = torch.randn(4, 6)
+
+
+class Returns(nn.Module):
+    """A layer whose forward hands its result to a function."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layer, self.make = nn.Linear(6, 3), make
+
+    def forward(self, x: Tensor, scale: Any = 1.0) -> Any:
+        return self.make(self.layer(x) * scale)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class TestSamples:
+    @pytest.mark.parametrize(
+        "sample", [X, (X,), [X], {"x": X}, (X, 2.0), {"x": X, "scale": torch.ones(3)}], ids=describe_sample
+    )
+    def test_forms(self, sample: Any) -> None:
+        profile = measure(Returns(total), sample)
+        assert [unit.name for unit in profile.units][-2:] == ["layer", "loss"]
+
+    @pytest.mark.parametrize(
+        ("sample", "text"),
+        [
+            (
+                torch.randn(4, 5),
+                r"Sequential refuses the sample \(float32\[4, 5\]\): RuntimeError: .* a tuple for",
+            ),
+            ((X, X), r"refuses the sample \(\(float32\[4, 6\], float32\[4, 6\]\)\): TypeError"),
+            ({"y": X}, r"refuses the sample \(\{y: float32\[4, 6\]\}\): TypeError"),
+            (
+                "text",
+                r"refuses the sample \(str\): TypeError.*Give what the model takes: a tensor for model\(x\)",
+            ),
+        ],
+    )
+    def test_what_the_model_refuses(self, sample: Any, text: str) -> None:
+        with pytest.raises(SampleError, match=text):
+            measure(mlp(), sample, loss=total)
+
+    def test_too_little_memory_is_no_refusal(self) -> None:
+        def fail(output: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("full")
+
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            measure(Returns(fail), X)
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({}, r"Give either a sample .* or step=, a callable that runs a whole training step"),
+            ({"sample": X, "step": print}, r"Give either a sample"),
+            ({"step": print, "loss": total}, r"loss= goes with a sample; a step= callable computes its own"),
+            ({"step": 3}, r"step= must be callable; got a int"),
+            ({"sample": X, "loss": 3}, r"loss= must be callable; got a int"),
+        ],
+    )
+    def test_what_does_not_go_together(self, options: dict[str, Any], text: str) -> None:
+        with pytest.raises(SampleError, match=text):
+            measure(mlp(), **options)
+
+    def test_no_module(self) -> None:
+        with pytest.raises(SampleError, match=r"must be a torch.nn.Module; got a function"):
+            measure(total, X)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("model", [nn.Tanh(), mlp().requires_grad_(False)])
+    def test_nothing_to_train(self, model: nn.Module) -> None:
+        with pytest.raises(SampleError, match=r"No parameter of .* needs a gradient.*requires_grad_\(\)"):
+            measure(model, X, loss=total)
+
+    def test_a_device_that_cannot_be_measured(self) -> None:
+        with pytest.raises(SampleError, match=r"on the meta device.*hardware='H200'"):
+            measure(mlp().to("meta"), X.to("meta"), loss=total)
+
+
+class TestLosses:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            total,
+            lambda x: x.sum().reshape(1),
+            lambda x: {"loss": x.sum(), "logits": x},
+            lambda x: Output(x, x.sum()),
+            lambda x: type("Bag", (), {"loss": x.sum()})(),
+        ],
+        ids=["scalar", "one element", "dict", "dataclass", "object"],
+    )
+    def test_found_in_the_output(self, make: Any) -> None:
+        profile = measure(Returns(make), X)
+        assert profile.problem.units[-2].gradient_bytes == 4 * 3 * 4
+
+    def test_a_function_goes_before_the_outputs_own(self) -> None:
+        step = TrainingStep(Returns(lambda x: Output(x, x.sum())), X, loss=lambda output: output.logits.max())
+        output, loss = step.forward()
+        assert loss == output.logits.max()
+
+    @pytest.mark.parametrize(
+        ("make", "text"),
+        [
+            (
+                lambda x: x,
+                r"The loss must be a scalar; got a tensor of shape \[4, 3\]. Give loss=, a function",
+            ),
+            (lambda x: {"loss": [x.sum()]}, r"must be a scalar; got list"),
+            (
+                lambda x: Output(x),
+                r"The model returns a Output without a loss. Give loss=, .* a sample with labels",
+            ),
+            (lambda x: {"logits": x}, r"returns a dict without a loss"),
+            (lambda x: (x.sum(), x), r"returns a tuple without a loss"),
+            (
+                lambda x: x.sum().detach(),
+                r"does not depend on any parameter that needs a gradient. Check loss=",
+            ),
+        ],
+    )
+    def test_what_is_none(self, make: Any, text: str) -> None:
+        with pytest.raises(LossError, match=text):
+            measure(Returns(make), X)
+
+
+class TestStepCallables:
+    def test_the_same_numbers_as_with_a_sample(self) -> None:
+        model = nn.Sequential(mlp())
+
+        def step() -> None:
+            model.zero_grad()
+            model(X).sum().backward()
+
+        known = measure(model, X, loss=total, units="0")
+        profile = measure(model, step=step, units="0")
+        assert [unit.name for unit in profile.units] == [unit.name for unit in known.units]
+        for unit, other in zip(profile.problem.units, known.problem.units, strict=True):
+            assert unit.parameter_gradient_bytes == other.parameter_gradient_bytes
+            assert unit.gradient_bytes == other.gradient_bytes
+            assert [option.held_bytes for option in unit.options] == [
+                option.held_bytes for option in other.options
+            ]
+        # Whose sample it is, and what the user's variables hold in the backward, is not known.
+        assert known.residents.other_bytes == 4 * 6 * 4
+        assert profile.residents.other_bytes == 0
+
+    def test_one_that_steps_an_optimizer(self) -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        calls = Tally()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (model(X).sum() * 2).backward()
+            optimizer.step()
+            calls.add()
+
+        profile = measure(model, step=step, optimizer=optimizer)
+        assert calls.take()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        assert not optimizer.state
+        assert not profile.accumulates
+        # Momentum, before it is there.
+        assert profile.residents.optimizer_bytes == profile.residents.parameter_bytes
+
+    @pytest.mark.parametrize("how", ["method", "function", "list"])
+    def test_ways_to_call_backward(self, how: str) -> None:
+        model = mlp()
+
+        def step() -> None:
+            loss = model(X).sum()
+            if how == "method":
+                loss.backward()
+            else:
+                torch.autograd.backward([loss] if how == "list" else loss)
+
+        assert [unit.name for unit in measure(model, step=step).units] == ["[0:2]", "2", "loss"]
+        assert torch.autograd.backward.__module__ == "torch.autograd"
+
+    def test_two_rounds_accumulate(self) -> None:
+        model = mlp()
+
+        def step() -> None:
+            for rows in X.split(2):
+                model(rows).sum().backward()
+
+        profile = measure(model, step=step)
+        assert profile.accumulates
+        assert [unit.name for unit in profile.units] == ["[0:2]", "2", "loss"]
+
+    def test_no_backward(self) -> None:
+        model = mlp()
+        with pytest.raises(LossError, match=r"ran no backward. A step= callable must call loss.backward\(\)"):
+            measure(model, step=lambda: model(X).sum())
+
+    def test_no_model(self) -> None:
+        weight = torch.randn(3, requires_grad=True)
+        with pytest.raises(
+            UnitError, match=r"The step runs no module of the model with gradients.*Check step="
+        ):
+            measure(mlp(), step=lambda: weight.sum().backward())
+
+    def test_a_model_that_is_called_twice(self) -> None:
+        model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6))
+
+        def step() -> None:
+            model.zero_grad()
+            model(model(X)).sum().backward()
+
+        profile = measure(model, step=step)
+        # Not the model as one unit.
+        assert [unit.name for unit in profile.units] == ["[0:2]", "2", "[0:2]#2", "2#2", "loss"]
+        assert [(unit.module, unit.call) for unit in profile.units[:3]] == [
+            ("[0:2]", 0),
+            ("2", 0),
+            ("[0:2]", 1),
+        ]
+        # The second call's backward comes first, and makes the gradients.
+        gradients = [unit.parameter_gradient_bytes for unit in profile.problem.units]
+        assert gradients == [0, 0, 70 * 4, 66 * 4, 0]
+
+    def test_one_that_fails(self) -> None:
+        def step() -> None:
+            raise KeyError("batch")
+
+        with pytest.raises(
+            SampleError,
+            match=r"step= failed: KeyError: 'batch'. While it is measured, units run one at a time",
+        ):
+            measure(mlp(), step=step)
+        assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_calls_of_a_step_stand_under_one_root() -> None:
+    model = mlp()
+    root = watch_calls(TrainingStep(model, step=lambda: (model(X) + model(X)).sum().backward()))
+    assert [call.name for call in root.walk()] == ["", "", "0", "1", "2", "", "0", "1", "2"]
