@@ -7,14 +7,17 @@ import re
 from pathlib import Path
 
 import recoup
+from recoup import torch_private
 
 SOURCE = Path(recoup.__file__).parent
 
-# Everything may import errors, progress and sizes. The drawing is in docs/architecture.md.
+# Everything may import errors, progress and sizes, and what has torch torch_private. The drawing is in
+# docs/architecture.md.
 ALLOWED = {
     "errors": set(),
     "progress": set(),
     "sizes": set(),
+    "torch_private": set(),
     "policies": set(),
     "planning": set(),
     "stores": set(),
@@ -74,6 +77,7 @@ def test_imports_run_one_way() -> None:
         assert part in ALLOWED, f"{path}: say in tests/test_architecture.py what {part} may import"
         ours = {name.split(".")[1] for name in imports(path) if name.startswith("recoup.")}
         wrong = ours - ALLOWED[part] - {"errors", "progress", "sizes", part}
+        wrong -= {"torch_private"} if part not in WITHOUT_TORCH else set()
         assert not wrong, f"{path} imports {sorted(wrong)}"
 
 
@@ -91,6 +95,77 @@ def test_the_planner_knows_nothing_of_torch() -> None:
         if parts(path) in WITHOUT_TORCH:
             roots = {name.partition(".")[0] for name in imports(path)}
             assert "torch" not in roots, path
+
+
+def private_names_of_torch(tree: ast.AST, own: set[str]) -> list[str]:
+    """Imports and attributes of torch with a private part, and private attributes of anything that is not ours."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [
+                alias.name for alias in node.names if is_torch(alias.name) and has_private_part(alias.name)
+            ]
+        elif isinstance(node, ast.ImportFrom) and is_torch(node.module or ""):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name for name in names if has_private_part(name)]
+        elif isinstance(node, ast.Attribute) and has_private_part(node.attr):
+            name = ast.unparse(node)
+            if name.split(".")[0] in ("torch", "nn", "Tensor") or node.attr not in own:
+                found.append(name)
+    return found
+
+
+def is_torch(module: str) -> bool:
+    return module.split(".")[0] == "torch"
+
+
+def has_private_part(name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Private names that a file defines: functions, variables, fields, attributes of ``self`` and slots."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            found |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+    return found
+
+
+# Private only by their spelling: named tuples, and the standard library's and NumPy's own.
+NOT_OF_TORCH = {"_replace", "_getframe", "_DummyThread", "_bit_generator"}
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in FILES if path.name != "torch_private.py"}
+    listed = {name for names in torch_private.ATTRIBUTES.values() for name in names}
+    own = set().union(*map(own_names, trees.values()), listed, NOT_OF_TORCH)
+    for path, tree in trees.items():
+        found = private_names_of_torch(tree, own)
+        assert not found, f"{path} uses {found}: bind or list it in src/recoup/torch_private.py"
+
+
+def test_private_names_of_torch_are_found() -> None:
+    code = """
+import torch.utils._device
+from torch.fx import _symbolic_trace
+torch._C._set_grad_enabled(True)
+tensor._version
+tensor._unheard_of
+self._ours
+"""
+    found = private_names_of_torch(ast.parse(code), {"_version", "_ours"})
+    assert sorted(found) == [
+        "tensor._unheard_of",
+        "torch._C",
+        "torch._C._set_grad_enabled",
+        "torch.fx._symbolic_trace",
+        "torch.utils._device",
+    ]
 
 
 def test_files_stay_small() -> None:

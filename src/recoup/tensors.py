@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup.errors import CheckpointError
+from recoup.torch_private import is_traceable_wrapper_subclass, num_storage_owners
 
 __all__ = [
     "PLAIN",
@@ -291,5 +291,4 @@ def num_owners(storage: torch.UntypedStorage) -> int:
     >>> num_owners(tensor.untyped_storage())
     3
     """
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
+    return num_storage_owners(storage._cdata)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup import Checkpoint, checkpoint
-from recoup.checkpointing import rng
+from recoup.snapshot import random_state
 
 
 def noisy(x: Tensor) -> Tensor:
@@ -62,7 +62,9 @@ def test_a_function_without_randomness_never_touches_the_generator(monkeypatch: 
     x = torch.randn(3, requires_grad=True)
     loss = checkpoint(lambda x: x.sin().exp(), x).sum()
     monkeypatch.setattr(
-        rng, "_CPU", rng._Source(lambda: pytest.fail("read"), lambda state: pytest.fail("written"))
+        random_state,
+        "_CPU",
+        random_state._Source(lambda: pytest.fail("read"), lambda state: pytest.fail("written")),
     )
     loss.backward()
 
@@ -180,8 +182,8 @@ def test_accelerators_with_whole_states_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: Module)
-    monkeypatch.setattr(rng, "_other_accelerators", rng._other_accelerators.__wrapped__)
-    noted = rng.RandomState([])
+    monkeypatch.setattr(random_state, "_other_accelerators", random_state._other_accelerators.__wrapped__)
+    noted = random_state.RandomState([])
     states[1] += 2  # only the second device's generator is drawn from
     assert noted.settle()
     assert len(noted) == 1

@@ -20,6 +20,7 @@ from recoup.model.named_arguments import named_objects, named_tensors
 from recoup.model.streaming import UnitCall
 from recoup.snapshot.python_state import Notes
 from recoup.tensors import tensors_in, version_of
+from recoup.torch_private import current_autograd_node
 
 __all__ = ["Trial", "try_replay"]
 
@@ -107,7 +108,7 @@ class _Runs:
         if self._prints is not None:
             self._num_replays += 1
             if self._num_replays > 1:
-                self._trial.readers.append(torch._C._current_autograd_node().name())
+                self._trial.readers.append(current_autograd_node().name())
 
     def compare(self, output: Any) -> None:
         if self._prints is not None and not _is_same(self._prints, _prints(output)):

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from recoup.checkpointing.comparison import is_close
-from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.model.preserve import preserving
 from recoup.model.streaming import UnitCall
 from recoup.tensors import tensors_in
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["differs_by_rounding"]
 
@@ -46,11 +46,11 @@ def _run(call: UnitCall, see: Callable[[Tensor], None]) -> None:
             see(tensor.detach())
         return tensor.detach()
 
-    push_hooks(pack, _given_back)
+    push_saved_tensor_hooks(pack, _given_back)
     try:
         output: Any = call.fn(*args, **kwargs)
     finally:
-        pop_hooks()
+        pop_saved_tensor_hooks()
     for tensor in tensors_in(output):
         see(tensor.detach())
 

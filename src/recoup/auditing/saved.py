@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.model.streaming import UnitCall
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["SavedLog", "first_difference", "run_logged"]
 
@@ -46,11 +46,11 @@ def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
         return tensor
 
     with _naming(call.module, current):
-        push_hooks(pack, unpack)
+        push_saved_tensor_hooks(pack, unpack)
         try:
             return call.fn(*call.args, **call.kwargs), log
         finally:
-            pop_hooks()
+            pop_saved_tensor_hooks()
 
 
 @contextmanager

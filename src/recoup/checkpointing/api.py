@@ -15,10 +15,10 @@ from torch import Tensor
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.frame import Frame
 from recoup.checkpointing.mismatch import describe_function
-from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.checkpointing.transforms import is_transformed
 from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.errors import NothingToCheckpointError
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["Checkpoint", "checkpoint", "not_callable", "run_traced", "torch_checkpoint"]
 
@@ -159,7 +159,7 @@ def _run(
     taken = begin_turn()
     try:
         frame = Frame(options, fn, Arguments(args, kwargs), replay_context)
-        push_hooks(frame.pack_hook(), frame.unpack)
+        push_saved_tensor_hooks(frame.pack_hook(), frame.unpack)
         try:
             if forward_context is None:
                 output = fn(*args, **kwargs)
@@ -167,7 +167,7 @@ def _run(
                 with forward_context:
                     output = fn(*args, **kwargs)
         finally:
-            pop_hooks()
+            pop_saved_tensor_hooks()
         frame.settle(output)
     finally:
         if taken:

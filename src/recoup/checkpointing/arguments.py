@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recoup.tensors import PLAIN, path_to, put_all_together, take_all_apart, versions_of
+from recoup.torch_private import top_saved_tensor_hooks
 
 __all__ = ["Arguments"]
 
@@ -41,7 +41,7 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors: list[Tensor] = []
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = top_saved_tensor_hooks(False)
         self._is_flat = hooks is None and _collect((*args, *kwargs.values()) if kwargs else args, tensors)
         """The usual call: tensors and plain values, held as they are. Nothing to take apart."""
         self._args: Any = args

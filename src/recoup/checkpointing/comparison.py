@@ -15,6 +15,7 @@ from recoup.checkpointing.digest import Digest, are_same, digest, digest_of_save
 from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.checkpointing.sampling import never_again
 from recoup.errors import RecoupWarning
+from recoup.torch_private import WithoutDispatch
 
 __all__ = ["Compare", "Comparison", "Result", "compare_exactly", "is_close", "results_of"]
 
@@ -118,7 +119,7 @@ def _some_values(tensor: Tensor) -> Tensor | None:
         return None
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), WithoutDispatch():
         some = tensor.detach()[tuple(slice(None, None, max(1, size // 3)) for size in tensor.shape)]
         some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
         return some.to(torch.float64 if some.dtype is torch.float64 else torch.float32, copy=True)

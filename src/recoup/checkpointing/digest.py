@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recoup.torch_private import FakeTensor, WithoutDispatch, is_traceable_wrapper_subclass, transform_level
 
 __all__ = ["Digest", "are_same", "digest", "digest_of_saved", "is_same", "packed"]
 
@@ -47,10 +47,10 @@ def digest(tensor: Tensor) -> Digest:
         or tensor.is_quantized
         or tensor.is_nested
         or tensor.device.type == "meta"
-        or torch._C._functorch.maybe_get_level(tensor) > 0
+        or transform_level(tensor) > 0
     ):
         return None
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), WithoutDispatch():
         # A mask that was expanded has every row once in memory.
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:

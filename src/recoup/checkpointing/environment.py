@@ -6,11 +6,23 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
-import torch.utils._device as default_device
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
 from recoup.snapshot.random_state import RandomState
+from recoup.torch_private import (
+    DeviceContext,
+    default_device,
+    function_modes,
+    get_cudnn_benchmark,
+    get_cudnn_deterministic,
+    get_deterministic,
+    get_deterministic_warn_only,
+    is_any_autocast_enabled,
+    num_function_modes,
+    pop_function_mode,
+    push_function_mode,
+    set_cudnn_benchmark,
+    set_cudnn_deterministic,
+)
 
 __all__ = ["WRITABLE", "Environment", "read_settings", "write_settings"]
 
@@ -19,13 +31,7 @@ Settings: TypeAlias = tuple[bool, bool, bool, bool, torch.dtype, bool, int]
 # Places in what `read_settings` gives. (A named tuple would cost more than all the reading.)
 WRITABLE, _AUTOCAST, _MODES = slice(0, 5), 5, 6
 
-_get_deterministic = torch._C._get_deterministic_algorithms
-_get_warn_only = torch._C._get_deterministic_algorithms_warn_only
-_get_cudnn_deterministic = torch._C._get_cudnn_deterministic
-_get_cudnn_benchmark = torch._C._get_cudnn_benchmark
 _get_default_dtype = torch.get_default_dtype
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_count_function_modes = torch._C._len_torch_function_stack
 
 
 class Environment:
@@ -37,7 +43,7 @@ class Environment:
         self._random = RandomState(generators) if preserve_rng else None
         self._settings = settings = read_settings()
         self._autocast = _read_autocast() if settings[_AUTOCAST] else None
-        self._modes = _get_current_function_mode_stack() if settings[_MODES] else []
+        self._modes = function_modes() if settings[_MODES] else []
 
     def settle(self) -> None:
         """Drops, right after the forward, what the replay will not need."""
@@ -50,7 +56,7 @@ class Environment:
             self._random is not None
             or self._autocast is not None
             or self._settings != read_settings()
-            or (bool(self._modes) and self._modes != _get_current_function_mode_stack())
+            or (bool(self._modes) and self._modes != function_modes())
         )
 
     def enter(self, stack: ExitStack) -> None:
@@ -64,7 +70,7 @@ class Environment:
         if self._autocast is not None or now[_AUTOCAST]:
             for device, enabled, dtype, cache in self._autocast or _autocast_off():
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache))
-        modes = _get_current_function_mode_stack()
+        modes = function_modes()
         if modes != self._modes:
             stack.callback(_set_modes, modes, default_device.CURRENT_DEVICE)
             devices = [mode.device for mode in self._modes if isinstance(mode, DeviceContext)]
@@ -85,13 +91,13 @@ def read_settings() -> Settings:
     of them may be a default device). The C functions: the attributes of torch.backends cost ten times as much.
     """
     return (
-        _get_deterministic(),
-        _get_warn_only(),
-        _get_cudnn_deterministic(),
-        _get_cudnn_benchmark(),
+        get_deterministic(),
+        get_deterministic_warn_only(),
+        get_cudnn_deterministic(),
+        get_cudnn_benchmark(),
         _get_default_dtype(),
-        _is_any_autocast_enabled(),
-        _count_function_modes(),
+        is_any_autocast_enabled(),
+        num_function_modes(),
     )
 
 
@@ -100,8 +106,8 @@ def write_settings(settings: tuple[Any, ...]) -> None:
     deterministic, warn_only, cudnn_deterministic, cudnn_benchmark, dtype, *_ = settings
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    torch._C._set_cudnn_deterministic(cudnn_deterministic)
-    torch._C._set_cudnn_benchmark(cudnn_benchmark)
+    set_cudnn_deterministic(cudnn_deterministic)
+    set_cudnn_benchmark(cudnn_benchmark)
 
 
 def _read_autocast() -> list[tuple[str, bool, torch.dtype, bool]]:
@@ -123,8 +129,8 @@ def _autocast_devices() -> list[str]:
 
 def _set_modes(modes: list[Any], device: Any) -> None:
     """Replaces all function modes of this thread, and the default device that goes with them."""
-    while _count_function_modes():
-        _pop_mode()
+    while num_function_modes():
+        pop_function_mode()
     for mode in modes:
-        _push_mode(mode)
+        push_function_mode(mode)
     default_device.CURRENT_DEVICE = device

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from recoup.torch_private import TorchDispatchMode, tree_iter
 
 __all__ = ["StaleGuard", "unguarded"]
 

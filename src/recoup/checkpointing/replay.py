@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from recoup.checkpointing import mismatch
 from recoup.checkpointing.environment import WRITABLE, read_settings, write_settings
 from recoup.checkpointing.mismatch import Record, kind_of
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks, set_grad_enabled
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
@@ -26,16 +27,11 @@ __all__ = [
     "depth",
     "is_any_wanted",
     "is_replaying",
-    "pop_hooks",
-    "push_hooks",
     "replay",
     "run_forgetting",
     "run_with_hooks",
 ]
 
-# What torch.autograd.graph.saved_tensors_hooks calls; the context manager itself costs four times as much.
-push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _get_seed = torch.default_generator.initial_seed
 
 
@@ -189,8 +185,8 @@ def run_with_hooks(
 
     _depth.value += 1
     grad_mode = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
-    push_hooks(pack if compare is None else pack_carefully, unpack)
+    set_grad_enabled(True)
+    push_saved_tensor_hooks(pack if compare is None else pack_carefully, unpack)
     try:
         output = fn(*args, **kwargs)
         is_changed = read_settings()[WRITABLE] != settings
@@ -202,8 +198,8 @@ def run_with_hooks(
             values.clear()
             raise
     finally:
-        pop_hooks()
-        torch._C._set_grad_enabled(grad_mode)
+        pop_saved_tensor_hooks()
+        set_grad_enabled(grad_mode)
         _depth.value -= 1
         if is_changed:
             write_settings(settings)
@@ -234,16 +230,16 @@ def run_forgetting(
 
     _depth.value += 1
     grad_mode = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
+    set_grad_enabled(True)
     if runs_backward:
-        push_hooks(pack, saved.__getitem__)
+        push_saved_tensor_hooks(pack, saved.__getitem__)
     else:
-        push_hooks(_forget, partial(_refuse_forgotten, fn))
+        push_saved_tensor_hooks(_forget, partial(_refuse_forgotten, fn))
     try:
         return fn(*args, **kwargs)
     finally:
-        pop_hooks()
-        torch._C._set_grad_enabled(grad_mode)
+        pop_saved_tensor_hooks()
+        set_grad_enabled(grad_mode)
         _depth.value -= 1
         saved.clear()
 

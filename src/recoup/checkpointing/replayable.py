@@ -5,26 +5,22 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from recoup.checkpointing.replay import Manner
 from recoup.errors import ReplayMismatchError
+from recoup.torch_private import current_graph_task, queue_callback
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
 
 __all__ = ["SEEKING", "Replayable", "Sought", "seeking"]
 
-_current_task: Callable[[], int] = torch._C._current_graph_task_id
-_queue_callback: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
-)
 _NO_TASK = -1
 
 
@@ -108,7 +104,7 @@ class Replayable(ABC):
         """Gives a value that has not been made yet, or was handed out before."""
         if SEEKING.active:
             raise Sought(self)
-        task = _current_task()
+        task = current_graph_task()
         with self._lock:
             # Another thread of this backward may have replayed while this one waited.
             tensor: Tensor | None = self._values.pop(key, None)
@@ -139,7 +135,7 @@ class Replayable(ABC):
                 self._versions, self._task, self._values = versions, task, values
                 if self._has_left():
                     # Weakly: the callback lives until the backward ends, the frame should not.
-                    _queue_callback(partial(_forget, weakref.ref(self), task))
+                    queue_callback(partial(_forget, weakref.ref(self), task))
             return tensor
 
     def forget(self, task: int) -> None:

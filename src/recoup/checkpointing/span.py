@@ -11,11 +11,12 @@ from recoup.checkpointing.api import not_callable, run_traced
 from recoup.checkpointing.feeding import FedArguments, Outputs
 from recoup.checkpointing.groups import Group, check_groups
 from recoup.checkpointing.mismatch import describe_function
-from recoup.checkpointing.replay import depth, pop_hooks, push_hooks
+from recoup.checkpointing.replay import depth
 from recoup.checkpointing.segment import Segment
 from recoup.checkpointing.transforms import is_transformed
 from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.errors import CheckpointError
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
@@ -102,11 +103,11 @@ class Span:
         taken = begin_turn()
         try:
             frame = segment.add(fn, FedArguments(args, kwargs, self._outputs.find))
-            push_hooks(frame.pack_hook(), segment.unpack_hook())
+            push_saved_tensor_hooks(frame.pack_hook(), segment.unpack_hook())
             try:
                 output = fn(*args, **kwargs)
             finally:
-                pop_hooks()
+                pop_saved_tensor_hooks()
             frame.settle(output)
         finally:
             if taken:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
+from recoup.torch_private import current_transform
 
 __all__ = ["is_transformed"]
-
-# A private name, which a version of torch may lack.
-_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 
 
 def is_transformed() -> bool:
     """Whether this code runs inside `torch.func.vmap`, `grad` or another transform.
 
+    >>> import torch
     >>> torch.func.vmap(lambda x: print(is_transformed()) or x)(torch.zeros(2))
     True
     tensor([0., 0.])
     """
-    return _transform() is not None
+    return current_transform() is not None

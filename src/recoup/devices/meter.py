@@ -19,6 +19,7 @@ from recoup.devices.host_memory import host_memory
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
 from recoup.tensors import tensors_in
+from recoup.torch_private import keep_device_busy
 
 __all__ = ["Meter", "Parts", "Timing", "device_of", "make_meter", "without_collections"]
 
@@ -235,7 +236,7 @@ class CudaMeter(Meter):
             run_grad(start.view_as(start), start, torch.empty(0, device=self.device))
 
     def fill_queue(self, seconds: float = _QUEUE_S) -> None:
-        torch.cuda._sleep(round(min(seconds, _MOST_QUEUE_S) * _CYCLES_PER_S))
+        keep_device_busy(round(min(seconds, _MOST_QUEUE_S) * _CYCLES_PER_S))
 
     def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
         """Times the device with the host ahead of it, by as much as the runs that warm up took the host.

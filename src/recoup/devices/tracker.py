@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.sizes import format_bytes
 from recoup.tensors import storages
+from recoup.torch_private import TorchDispatchMode
 
 __all__ = ["MemoryTracker"]
 

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, device_of, make_meter
@@ -35,6 +34,7 @@ from recoup.model.step import TrainingStep
 from recoup.plans.model_plan import ModelPlan
 from recoup.progress import note
 from recoup.sizes import format_bytes
+from recoup.torch_private import ConvNd
 
 __all__ = ["Verification", "verify_step"]
 
@@ -167,7 +167,7 @@ class _Verifier:
                 "The plain step ran with the key-value cache (use_cache) off, as it is under the plan: a training step"
                 " with the cache on takes more memory, and may round differently."
             )
-        if self.device.type == "cpu" and any(isinstance(m, _ConvNd) for m in self.step.model.modules()):
+        if self.device.type == "cpu" and any(isinstance(m, ConvNd) for m in self.step.model.modules()):
             found.append(
                 "On a CPU the bytes are those of tensors: workspace that convolutions allocate inside their kernels is"
                 " not in the count, so leave a margin for it in the budget."

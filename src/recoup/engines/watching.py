@@ -29,10 +29,9 @@ from recoup.errors import RecoupWarning
 from recoup.model.conditions import Conditions, autocast_of, input_shapes, positional_names
 from recoup.model.tracing import is_recomputed_by_others
 from recoup.tensors import contents
+from recoup.torch_private import num_tensor_owners
 
 __all__ = ["Watch"]
-
-_use_count: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
 
 
 class _Graph:
@@ -232,10 +231,10 @@ _NUM_OWN = _num_own_references()
 def _is_held(reference: weakref.ref[Tensor]) -> bool:
     """Whether Python code refers to a tensor."""
     tensor = reference()
-    if tensor is None or _use_count is None:
+    if tensor is None or num_tensor_owners is None:
         return False
     # One for a graph that saves the tensor, one for the variable above.
-    num_others = 1 + (_use_count(tensor) > 1)
+    num_others = 1 + (num_tensor_owners(tensor) > 1)
     return _num_references(reference) - _NUM_OWN > num_others
 
 

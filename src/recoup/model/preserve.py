@@ -20,6 +20,7 @@ from recoup.snapshot.reachable import Reached
 from recoup.snapshot.tensors import HeldValues, held_data, held_gradient
 from recoup.snapshot.writes import Writes
 from recoup.tensors import tensors_in
+from recoup.torch_private import set_grad_enabled
 
 __all__ = ["gradient_owners", "held_random_state", "preserving"]
 
@@ -41,7 +42,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_grad_enabled, set_grad_enabled),
 )
 
 

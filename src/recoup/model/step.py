@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
@@ -21,6 +20,7 @@ from recoup.model.samples import Sample, describe_sample, read_sample
 from recoup.snapshot.reachable import Reached, hooks_of
 from recoup.snapshot.writes import Writes
 from recoup.tensors import tensors_in
+from recoup.torch_private import without_modes
 
 __all__ = ["TrainingStep"]
 
@@ -193,7 +193,7 @@ class TrainingStep:
         # So that it does the same each time, from the same counters.
         put_back = self.reach().hold()
         if self.leaves_gradients:
-            with _disable_current_modes():
+            with without_modes():
                 self._give_gradients(self.model.parameters())
         try:
             with _backward_replaced(backward), self._grad_noted():

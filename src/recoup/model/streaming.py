@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.errors import UnitError
 from recoup.model.cut_graph import anchored
 from recoup.model.slices import sliced, unit_names
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.tensors import needing_gradient
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 
 __all__ = ["LeakError", "UnitCall", "Visitor", "stream"]
 
@@ -86,14 +86,14 @@ class UnitCall:
                 note(tensor)
             return tensor.detach() if self.holds else nothing
 
-        push_hooks(pack, _give_back)
+        push_saved_tensor_hooks(pack, _give_back)
         try:
             return self.fn(*self.args, **self.kwargs)
         except _ForgottenError:
             if self.holds:
                 raise
         finally:
-            pop_hooks()
+            pop_saved_tensor_hooks()
         return replace(self, holds=True).glance(note)
 
 
@@ -310,7 +310,7 @@ _REENTRANT = "use_reentrant=True"
 
 def _is_checkpointed() -> bool:
     """Whether the code that runs is inside torch's own checkpoint."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensor_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch.fx import _symbolic_trace
 from torch.utils.checkpoint import checkpoint
 
 from recoup.checkpointing import is_replaying
 from recoup.checkpointing.transforms import is_transformed
+from recoup.torch_private import current_graph_task, is_fx_tracing, is_jit_tracing, top_saved_tensor_hooks
 
 __all__ = ["is_recomputed_by_others", "is_traced"]
 
-# Private names, each of which a version of torch may lack.
-_is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", lambda: False)
-
-_current_task: Callable[[], int] = torch._C._current_graph_task_id
 _NO_TASK = -1
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def is_traced() -> bool:
@@ -32,7 +24,7 @@ def is_traced() -> bool:
     False
     """
     # The compiler folds the first into a constant and never looks at the others.
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or is_transformed() or _is_fx_tracing()
+    return torch.compiler.is_compiling() or is_jit_tracing() or is_transformed() or is_fx_tracing()
 
 
 def is_recomputed_by_others() -> bool:
@@ -43,7 +35,7 @@ def is_recomputed_by_others() -> bool:
     True
     True
     """
-    if _current_task() != _NO_TASK and not is_replaying():
+    if current_graph_task() != _NO_TASK and not is_replaying():
         return True
-    hooks = _top_hooks(True)
+    hooks = top_saved_tensor_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Generator, Tensor
 
+from recoup.torch_private import WithoutDispatch, WithoutTransforms, current_transform, num_dispatch_modes
+
 __all__ = ["RandomState"]
 
 _Position: TypeAlias = "bytes | tuple[int, int]"
 """A state as bytes, which compare fast and which no mode can take hold of; or a CUDA generator's seed and offset."""
-
-_count_modes = torch._C._len_torch_dispatch_stack
-_peek_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class _Source(NamedTuple):
@@ -102,8 +101,8 @@ def _write_state(set_state: Callable[[Tensor], Any], state: bytes) -> None:
 def _without_modes() -> ExitStack:
     """Fake tensors, trackers and function transforms have no business with a generator's state."""
     stack = ExitStack()
-    stack.enter_context(torch._C._DisableTorchDispatch())
-    stack.enter_context(torch._C._DisableFuncTorch())
+    stack.enter_context(WithoutDispatch())
+    stack.enter_context(WithoutTransforms())
     return stack
 
 
@@ -137,7 +136,7 @@ _get_cpu_state = torch.default_generator.get_state
 
 def _read_cpu() -> bytes:
     # On the path of every call, so it is written out.
-    if _count_modes() or _peek_transform() is not None:
+    if num_dispatch_modes() or current_transform() is not None:
         return _read_state(_get_cpu_state)
     return _get_cpu_state().numpy().tobytes()
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from recoup.tensors import num_owners, plain_tensors, storages
+from recoup.torch_private import without_modes
 
 __all__ = ["HeldStorage", "HeldValues", "held_data", "held_gradient", "held_hooks"]
 
@@ -232,7 +232,7 @@ def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     # Out of sight of trackers: on a machine without a device, host memory stands in for the device's.
-    with _disable_current_modes():
+    with without_modes():
         return torch.UntypedStorage(storage.nbytes(), device="cpu").copy_(storage)
 
 
@@ -240,5 +240,5 @@ def _fill(storage: torch.UntypedStorage, host: torch.UntypedStorage) -> None:
     # Through the storage, not the tensor: old graphs that saved it find the version and the values they saw.
     if storage.nbytes() != host.nbytes():
         storage.resize_(host.nbytes())
-    with _disable_current_modes():
+    with without_modes():
         storage.copy_(host)

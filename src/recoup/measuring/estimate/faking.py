@@ -9,16 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from recoup.devices.meter import CpuMeter, Parts, Timing
@@ -33,6 +24,15 @@ from recoup.model.calls import module_names
 from recoup.model.preserve import preserving
 from recoup.model.step import TrainingStep
 from recoup.tensors import map_tensors
+from recoup.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    tree_map_only,
+)
 
 __all__ = ["FakeMeter", "faked"]
 

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from recoup.torch_private import efficient_attention, flash_attention, math_attention
+
 __all__ = ["CudaKernels"]
 
 _HOST = torch.device("cpu")
@@ -100,17 +102,13 @@ def _attention(
     if is_dense and attn_mask is None and query.dtype in _HALF and size <= _FLASH_LARGEST:
         scale = size**-0.5 if scale is None else scale
         query, key, value = (_padded(tensor, _FLASH_MULTIPLE) for tensor in (query, key, value))
-        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
+        output: Tensor = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return output[..., :size] if output.shape[-1] > size else output
     if is_dense and query.shape[-3] == key.shape[-3]:
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        output = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, True, dropout_p, is_causal, scale=scale
-        )[0]
+        output = efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
         return output
-    output = torch.ops.aten._scaled_dot_product_attention_math(
+    output = math_attention(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
     return output

@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.optim.optimizer import Optimizer, _foreach_supported_types
+from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from recoup.devices.tracker import MemoryTracker
 from recoup.measuring.optimizer.one_of_each_kind import copy_with, own_attributes, rehearse_few
 from recoup.tensors import plain_tensors, tensors_in
+from recoup.torch_private import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    foreach_supported_types,
+    local_scalar,
+)
 
 __all__ = ["rehearse_on_fakes", "rehearse_on_samples"]
 
@@ -115,7 +121,7 @@ class _RehearsalTracker(MemoryTracker):
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
-            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            if func is local_scalar and args[0].is_floating_point():
                 return 1.0
             raise
 
@@ -136,7 +142,7 @@ class _Replacing(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             tensor, memo = args
             return memo.setdefault(id(tensor), self._replace(tensor))
-        if func is torch._C.TensorBase.clone:  # how a Parameter copies itself
+        if func is Tensor.clone:  # how a Parameter copies itself
             return self._replace(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -177,7 +183,7 @@ def _foreach_takes_fakes(pairs: dict[Tensor, Tensor]) -> Iterator[None]:
     Torch takes the one over all tensors at once, whose temporaries are as large as the model, only for types on
     this list; tensor subclasses of torch's own enter it in the same way.
     """
-    supported: list[Any] = _foreach_supported_types
+    supported: list[Any] = foreach_supported_types
     if FakeTensor in supported or not all(type(original) in supported for original in pairs.values()):
         yield
         return

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from recoup.checkpointing.replay import pop_hooks, push_hooks
 from recoup.devices.meter import Meter
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import CheckpointError, LossError
@@ -23,6 +22,7 @@ from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall, stream
 from recoup.snapshot.python_state import Notes
 from recoup.tensors import named_outputs, needing_gradient, tensors_in
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["Code", "SeenCall", "Structure", "Tail", "look"]
 
@@ -444,8 +444,8 @@ def _look(
         stack.enter_context(meter.watching())
         tracker = getattr(meter, "tracker", None) or stack.enter_context(MemoryTracker())
         looker = _Looker(step, meter, tracker, inside, frees)
-        push_hooks(looker.pack, _given_back)
-        stack.callback(pop_hooks)
+        push_saved_tensor_hooks(looker.pack, _given_back)
+        stack.callback(pop_saved_tensor_hooks)
         stack.callback(step.model.register_forward_hook(looker.note_output).remove)
         # A pass that fails leaves lists of the model half filled, and the next one would go on from there.
         notes = Notes()

@@ -1,0 +1,171 @@
+"""Every private name of torch that recoup uses, with the reason.
+
+Names are bound when this module is imported, so that using one costs no more than a global. `ATTRIBUTES` lists the
+private attributes of torch's objects. ``tests/test_torch_private.py`` tells which names an installed torch lacks;
+``tests/test_architecture.py`` refuses private names of torch in any other file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.fx import _symbolic_trace
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.optim.optimizer import _foreach_supported_types as foreach_supported_types
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils import _device as default_device
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+
+__all__ = [
+    "ATTRIBUTES",
+    "ConvNd",
+    "DataDependentOutputException",
+    "DeviceContext",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "WithoutDispatch",
+    "WithoutTransforms",
+    "current_autograd_node",
+    "current_graph_task",
+    "current_transform",
+    "default_device",
+    "efficient_attention",
+    "flash_attention",
+    "foreach_supported_types",
+    "function_modes",
+    "get_cudnn_benchmark",
+    "get_cudnn_deterministic",
+    "get_deterministic",
+    "get_deterministic_warn_only",
+    "is_any_autocast_enabled",
+    "is_fx_tracing",
+    "is_jit_tracing",
+    "is_traceable_wrapper_subclass",
+    "keep_device_busy",
+    "local_scalar",
+    "math_attention",
+    "num_dispatch_modes",
+    "num_function_modes",
+    "num_storage_owners",
+    "num_tensor_owners",
+    "pop_function_mode",
+    "pop_saved_tensor_hooks",
+    "push_function_mode",
+    "push_saved_tensor_hooks",
+    "queue_callback",
+    "set_cudnn_benchmark",
+    "set_cudnn_deterministic",
+    "set_grad_enabled",
+    "top_saved_tensor_hooks",
+    "transform_level",
+    "tree_iter",
+    "tree_map_only",
+    "without_modes",
+]
+
+# Autograd. The context managers torch.autograd.graph.saved_tensors_hooks and torch.set_grad_enabled cost four times as
+# much as what they call, in every call of the primitive; nothing public reads the hooks that are in force.
+push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+top_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+set_grad_enabled = torch._C._set_grad_enabled
+# Which backward runs on this thread (-1: none), which of its nodes, and what to do when that backward ends.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+# Who runs the code: tracers and the transforms of torch.func, inside which nothing can be replayed.
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+# Without this name nothing is taken for traced by torch.fx.
+is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", lambda: False)
+current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+transform_level: Callable[[Tensor], int] = torch._C._functorch.maybe_get_level
+
+# Modes: their number is read in every call; a mode must not see the tensors that recoup itself copies and compares.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+WithoutDispatch = torch._C._DisableTorchDispatch
+WithoutTransforms = torch._C._DisableFuncTorch
+
+# Settings that a replay must find as its forward did. Properties of torch.backends cost ten times as much.
+get_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+get_deterministic_warn_only: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
+get_cudnn_deterministic: Callable[[], bool] = torch._C._get_cudnn_deterministic
+set_cudnn_deterministic: Callable[[bool], None] = torch._C._set_cudnn_deterministic
+get_cudnn_benchmark: Callable[[], bool] = torch._C._get_cudnn_benchmark
+set_cudnn_benchmark: Callable[[bool], None] = torch._C._set_cudnn_benchmark
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# Reference counts tell who still holds a tensor. Without the second, no output counts as held by the caller.
+num_storage_owners: Callable[[int], int] = torch._C._storage_Use_Count
+num_tensor_owners: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
+
+# Keeps a CUDA device busy while the host fills its queue, so that kernels are timed without gaps.
+keep_device_busy: Callable[[int], None] = torch.cuda._sleep
+
+# Operators that torch chooses on CUDA, for estimates without one; and the one behind `Tensor.item`.
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math
+local_scalar: Any = torch.ops.aten._local_scalar_dense.default
+
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "Tensor": {
+        "_version": "tells that a tensor was changed in place",
+        "_base": "whose view it is",
+        "_backward_hooks": "hooks that a replay must not register a second time",
+        "_post_accumulate_grad_hooks": "the same; optimizers that step inside the backward",
+        "_indices": "the bytes of a sparse tensor, without coalescing it",
+        "_values": "the same",
+    },
+    "UntypedStorage": {"_cdata": "its identity: two Python objects may stand for one storage"},
+    "Module": {
+        "_parameters": "in place, while a slice or a replay stands in for them",
+        "_buffers": "the same",
+        "_modules": "the same; and under _orig_mod what torch.compile wrapped",
+        "_non_persistent_buffers_set": "put back after a run that must leave no trace",
+        "_is_full_backward_hook": "the same",
+        "_forward_pre_hooks": "code that runs with the module; put back",
+        "_forward_pre_hooks_with_kwargs": "put back",
+        "_forward_hooks": "code that runs with the module; put back",
+        "_forward_hooks_with_kwargs": "put back",
+        "_forward_hooks_always_called": "put back",
+        "_backward_pre_hooks": "put back",
+        "_backward_hooks": "put back",
+        "_compiled_call_impl": "what Module.compile sets",
+        "_replicate_for_data_parallel": "refused: a replica shares the stand-in of its original",
+        "_call_impl": "left out where an error names the user's line",
+        "_wrapped_call_impl": "the same",
+    },
+    "Node": {
+        "_saved_result": "what `describe` reads, for every saved tensor",
+        "_raw_saved_result": "whether a node saved anything",
+    },
+    "OpOverload": {
+        "_schema": "which arguments an operation writes to, and its name",
+        "_overloadpacket": "the key of torch's FLOP formulas",
+    },
+    "Optimizer": {"_optimizer_step_pre_hooks": "a copy of an optimizer starts without hooks"},
+    "TorchDispatchMode": {"_should_skip_dynamo": "overridden, as asking takes longer than most operations"},
+}
+"""Private attributes of torch's objects by type, with the reason."""
