@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,19 +16,18 @@ from recoup.torch_private import is_traceable_wrapper_subclass, num_storage_owne
 
 __all__ = [
     "PLAIN",
+    "argument_paths",
     "contents",
+    "each_tensor",
+    "make_tuple",
     "map_tensors",
     "named_outputs",
     "needing_gradient",
     "num_owners",
-    "path_to",
-    "paths",
     "plain_tensors",
-    "put_all_together",
     "put_together",
     "storages",
     "storages_of",
-    "take_all_apart",
     "take_apart",
     "tensors_in",
     "version_of",
@@ -38,6 +37,8 @@ __all__ = [
 PLAIN = frozenset({int, float, bool, str, type(None), complex, bytes, torch.dtype, torch.device, torch.Size})
 """Types of values that are held as they are: nothing in them can change."""
 _BARE = frozenset({list, tuple, dict})
+_DEEPEST = 16
+"""A container may contain itself."""
 _BY_ROW = ("crow_indices", "col_indices", "values")
 _BY_COLUMN = ("ccol_indices", "row_indices", "values")
 _SPARSE_PARTS = {
@@ -88,26 +89,29 @@ class _Container:
             for key, value in zip(self.keys, values, strict=True):
                 object.__setattr__(container, key, value)  # frozen dataclasses too
 
-    def make_tuple(self, children: list[Any]) -> Any:
-        if hasattr(self.kind, "n_sequence_fields"):  # what torch.topk and others return
-            return self.kind(children)
-        # Past the subclass's own __new__: a named tuple takes fields, a packed sequence computes some.
-        made = tuple.__new__(self.kind, children)
-        if self.pattern:
-            made.__dict__.update(self.pattern)
-        return made
 
-
-def take_all_apart(
-    args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Tensor], others: list[Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Puts slots for the tensors, which it appends to ``tensors``; ``others`` gets what is no plain data."""
-    apart = [take_apart(value, tensors, others) for value in args]
-    return apart, {key: take_apart(value, tensors, others) for key, value in kwargs.items()}
+def make_tuple(kind: type, items: list[Any], attributes: dict[str, Any] | None) -> Any:
+    """A tuple of a class, with these items and further attributes."""
+    if hasattr(kind, "n_sequence_fields"):  # what torch.topk and others return
+        return kind(items)
+    # Not by the class's own __new__: a named tuple takes fields, a packed sequence computes some.
+    made: Any = tuple.__new__(kind, items)
+    if attributes:
+        made.__dict__.update(attributes)
+    return made
 
 
 def take_apart(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
-    """`take_all_apart` for one value."""
+    """Replaces the tensors in nested containers by slots, and takes containers apart, so that nothing holds a tensor.
+
+    Args:
+        value: the containers.
+        tensors: gets the tensors, in the order of their slots.
+        others: gets what is neither a tensor, plain data nor a container.
+
+    Raises:
+        CheckpointError: there is an iterator, which can be read once only.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Slot(len(tensors) - 1)
@@ -142,16 +146,8 @@ def contents(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     return None
 
 
-def put_all_together(
-    args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Undoes `take_all_apart`, with these tensors in the slots."""
-    together = [put_together(node, tensors) for node in args]
-    return together, {key: put_together(node, tensors) for key, node in kwargs.items()}
-
-
 def put_together(node: Any, tensors: list[Tensor]) -> Any:
-    """Undoes `take_apart`."""
+    """Undoes `take_apart`, with these tensors in the slots."""
     if type(node) is _Slot:
         return tensors[node.index]
     if type(node) is not _Container:
@@ -162,34 +158,47 @@ def put_together(node: Any, tensors: list[Tensor]) -> Any:
     if node.kind is dict:
         return dict(zip(node.keys, children, strict=True))
     if issubclass(node.kind, tuple):
-        return node.make_tuple(children)
+        return make_tuple(node.kind, children, node.pattern)
     container = copy.copy(node.pattern)
     node.fill(container, children)
     return container
 
 
-def path_to(index: int, args: Iterable[Any], kwargs: dict[str, Any], names: list[str]) -> str:
-    """Names a slot as the caller wrote it."""
-    for position, node in enumerate(args):
-        name = names[position] if position < len(names) else f"argument {position}"
-        for found, path in paths(node, name):
-            if found == index:
-                return path
-    for key, node in kwargs.items():
-        for found, path in paths(node, repr(key)):
-            if found == index:
-                return path
-    raise IndexError(index)
+def argument_paths(node: Any, names: list[str]) -> Iterator[tuple[int, str]]:
+    """Names the slots of arguments, ``take_apart((args, kwargs), …)``, as the caller wrote them.
+
+    Args:
+        node: what `take_apart` returned.
+        names: of the positional parameters, as far as they are known.
+    """
+    args, kwargs = node.children
+    for position, child in enumerate(args.children):
+        yield from _paths(child, names[position] if position < len(names) else f"argument {position}")
+    for key, child in zip(kwargs.keys, kwargs.children, strict=True):
+        yield from _paths(child, repr(key))
 
 
-def paths(node: Any, name: str) -> Iterator[tuple[int, str]]:
-    """The slots in what `take_apart` returned, each with its name as the caller wrote it."""
+def _paths(node: Any, name: str) -> Iterator[tuple[int, str]]:
     if type(node) is _Slot:
         yield node.index, name
     elif type(node) is _Container:
         attributes = not issubclass(node.kind, (list, tuple, deque, dict, UserDict))
         for key, child in zip(node.keys, node.children, strict=True):
-            yield from paths(child, f"{name}.{key}" if attributes else f"{name}[{key!r}]")
+            yield from _paths(child, f"{name}.{key}" if attributes else f"{name}[{key!r}]")
+
+
+def each_tensor(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:
+    """The tensors in nested containers, in an order that depends on nothing but their structure.
+
+    >>> a, b = torch.ones(1), torch.ones(2)
+    >>> [tensor.shape[0] for tensor in each_tensor({"x": [b, 3], "y": (a, b)})]
+    [2, 1, 2]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and type(value) not in PLAIN and (found := contents(value)) is not None:
+        for item in found[1]:
+            yield from each_tensor(item, depth - 1)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -200,9 +209,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     >>> len(tensors_in({"a": [x, (x, torch.ones(3))]}))
     2
     """
-    found: list[Tensor] = []
-    take_apart(tree, found, [])
-    return list({id(tensor): tensor for tensor in found}.values())
+    return list({id(tensor): tensor for tensor in each_tensor(tree)}.values())
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.tensors import PLAIN, path_to, put_all_together, take_all_apart, versions_of
+from recoup.tensors import PLAIN, argument_paths, put_together, take_apart, versions_of
 from recoup.torch_private import top_saved_tensor_hooks
 
 __all__ = ["Arguments"]
@@ -35,8 +35,8 @@ class Arguments:
     """
 
     __slots__ = (
-        "_args", "_has_hooks", "_held", "_is_flat", "_kwargs", "_needs_grad", "_originals", "_tensors", "_unpack",
-        "_versions", "are_copied", "changed", "changed_feeds", "others",
+        "_given", "_has_hooks", "_held", "_is_flat", "_needs_grad", "_originals", "_tensors", "_unpack",
+        "_versions", "are_copied", "changed", "others",
     )  # fmt: skip
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -44,17 +44,14 @@ class Arguments:
         hooks = top_saved_tensor_hooks(False)
         self._is_flat = hooks is None and _collect((*args, *kwargs.values()) if kwargs else args, tensors)
         """The usual call: tensors and plain values, held as they are. Nothing to take apart."""
-        self._args: Any = args
-        self._kwargs: Any = kwargs
+        self._given: Any = args, kwargs
         self.others: list[Any] = []
         """Values that are neither plain data, containers nor tensors: modules, generators, functions, objects."""
         if not self._is_flat:
             tensors.clear()
-            self._args, self._kwargs = take_all_apart(args, kwargs, tensors, self.others)
+            self._given = take_apart((args, kwargs), tensors, self.others)
         self.changed: list[int] = []
         """Slots that the function itself changed in place, filled by `settle`."""
-        self.changed_feeds: set[tuple[int, int]] = set()
-        """What the function changed in place of what an earlier call of its span fed it."""
         self.are_copied = False
         """Whether hooks of others give the tensors back, perhaps in fewer bits."""
         self._tensors = tensors
@@ -76,13 +73,14 @@ class Arguments:
     def __len__(self) -> int:
         return len(self._versions)
 
-    def settle(self) -> None:
-        """Notes, right after the forward, which tensors the function itself changed in place."""
+    def settle(self) -> bool:
+        """Notes, right after the forward, which tensors the function itself changed in place; returns whether any."""
         now = versions_of(self._tensors)
         self._has_hooks = any(t._backward_hooks or t._post_accumulate_grad_hooks for t in self._tensors)
         if now != self._versions:
             self.changed = [index for index, version in enumerate(self._versions) if version != now[index]]
         self._tensors = []
+        return bool(self.changed)
 
     def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
         """Gives the arguments as they were, in new containers."""
@@ -100,11 +98,11 @@ class Arguments:
             }
             held = [fresh[id(tensor)] for tensor in held]
         elif self._is_flat:
-            return self._args, self._kwargs
-        args, kwargs = (
-            take_all_apart(self._args, self._kwargs, [], []) if self._is_flat else (self._args, self._kwargs)
-        )
-        return put_all_together(args, kwargs, held)
+            return self._given  # type: ignore[no-any-return]
+        return put_together(self._taken_apart(), held)  # type: ignore[no-any-return]
+
+    def _taken_apart(self) -> Any:
+        return take_apart(self._given, [], []) if self._is_flat else self._given
 
     def first_stale(self) -> int | None:
         """The first slot whose tensor was changed in place since before the forward."""
@@ -134,10 +132,7 @@ class Arguments:
 
     def path(self, index: int, names: list[str]) -> str:
         """Names a slot as the caller wrote it: ``x``, ``batch['mask']``, ``states[2].hidden``."""
-        args, kwargs = (
-            take_all_apart(self._args, self._kwargs, [], []) if self._is_flat else (self._args, self._kwargs)
-        )
-        return path_to(index, args, kwargs, names)
+        return dict(argument_paths(self._taken_apart(), names))[index]
 
 
 def _collect(values: Iterable[Any], tensors: list[Tensor]) -> bool:

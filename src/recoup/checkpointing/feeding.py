@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,16 +13,14 @@ from recoup.checkpointing import mismatch
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.digest import Digest, digest, is_same
 from recoup.checkpointing.mismatch import Kind, kind_of
-from recoup.tensors import contents, path_to, put_all_together, take_all_apart, versions_of
+from recoup.tensors import argument_paths, each_tensor, put_together, take_apart, versions_of
 
-__all__ = ["FedArguments", "Feed", "Flow", "Outputs", "Place", "rooted", "tensors_in"]
+__all__ = ["FedArguments", "Feed", "Flow", "Outputs", "Place", "rooted"]
 
 Place: TypeAlias = tuple[int, int]
 """A call, and a place among the tensors of its output."""
 
 _SMALL_BYTES = 1 << 16
-_DEEPEST = 16
-"""An output may contain itself."""
 
 
 class Feed(NamedTuple):
@@ -54,7 +52,7 @@ class Outputs:
 
     def note(self, call: int, output: Any) -> None:
         """Notes the tensors in a call's output. One that an earlier call returned, too, is now this call's."""
-        for place, tensor in enumerate(tensors_in(output)):
+        for place, tensor in enumerate(each_tensor(output)):
             (version,) = versions_of([tensor])
             self._returned[id(tensor)] = _Returned(
                 weakref.ref(tensor), version, tensor.requires_grad, call, place
@@ -78,18 +76,20 @@ class FedArguments(Arguments):
     reference counting could free that.
     """
 
-    __slots__ = ("_fed", "_fed_versions", "_outside", "_tree", "feeds")
+    __slots__ = ("_fed", "_fed_versions", "_outside", "_tree", "changed_feeds", "feeds")
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], find: Callable[[Tensor], Feed | None]
     ) -> None:
         tensors: list[Tensor] = []
         others: list[Any] = []
-        self._tree = take_all_apart(args, kwargs, tensors, others)
+        self._tree = take_apart((args, kwargs), tensors, others)
         found = [find(tensor) for tensor in tensors]
         self.feeds = {slot: feed for slot, feed in enumerate(found) if feed is not None}
         self._fed = [tensors[slot] for slot in self.feeds]
         self._fed_versions = versions_of(self._fed)
+        self.changed_feeds: set[Place] = set()
+        """What the function changed in place of what earlier calls fed it."""
         self._outside = {slot: tensors[slot].requires_grad for slot, feed in enumerate(found) if feed is None}
         """The slots of the others, and whether these need a gradient."""
         held = [tensors[slot] for slot in self._outside]
@@ -98,12 +98,13 @@ class FedArguments(Arguments):
         super().__init__(tuple(bare[id(t)] for t in held), {})
         self.others = others
 
-    def settle(self) -> None:
-        """Notes, right after the forward, what the function itself changed in place."""
-        super().settle()
+    def settle(self) -> bool:
+        """Notes, right after the forward, what the function itself changed in place; returns whether anything."""
+        changes_held = super().settle()
         versions = zip(self._fed_versions, versions_of(self._fed), self.feeds.values(), strict=True)
         self.changed_feeds = {(feed.call, feed.place) for then, now, feed in versions if then != now}
         self._fed = []
+        return changes_held or bool(self.changed_feeds)
 
     def put_together(
         self, held: Sequence[Tensor], give: Callable[[Feed], Tensor]
@@ -118,12 +119,11 @@ class FedArguments(Arguments):
         }
         tensors = {slot: fresh[id(tensor)] for tensor, slot in zip(held, self._outside, strict=True)}
         tensors.update((slot, give(feed)) for slot, feed in self.feeds.items())
-        args, kwargs = self._tree
-        return put_all_together(args, kwargs, [tensors[slot] for slot in range(len(tensors))])
+        return put_together(self._tree, [tensors[slot] for slot in range(len(tensors))])  # type: ignore[no-any-return]
 
     def path(self, index: int, names: list[str]) -> str:
         """Names a slot of those that are held."""
-        return path_to(list(self._outside)[index], *self._tree, names)
+        return dict(argument_paths(self._tree, names))[list(self._outside)[index]]
 
 
 class Flow:
@@ -149,7 +149,7 @@ class Flow:
         expected = self._expected.get(call)
         if not expected:
             return
-        tensors = list(tensors_in(output))
+        tensors = list(each_tensor(output))
         for place, feed in expected.items():
             tensor = tensors[place] if place < len(tensors) else None
             if tensor is None or (self._check != "none" and kind_of(tensor) != feed.kind):
@@ -194,17 +194,3 @@ def rooted(tensor: Tensor, *, needs_grad: bool | None = None) -> Tensor:
         root = torch.empty(0, device="cpu", requires_grad=True)
         made: Tensor = _Rooted.apply(root, tensor)  # type: ignore[no-untyped-call]
     return made
-
-
-def tensors_in(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:
-    """The tensors in nested containers, in an order that depends on nothing but their structure.
-
-    >>> a, b = torch.ones(1), torch.ones(2)
-    >>> [tensor.shape[0] for tensor in tensors_in({"x": [b, 3], "y": (a,)})]
-    [2, 1]
-    """
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and (found := contents(value)) is not None:
-        for item in found[1]:
-            yield from tensors_in(item, depth - 1)

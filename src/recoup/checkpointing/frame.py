@@ -36,7 +36,6 @@ from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
 from recoup.checkpointing.digest import Digest, digest_of_saved, packed
 from recoup.checkpointing.environment import Environment
-from recoup.checkpointing.feeding import tensors_in
 from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Kind, Record, kind_of
 from recoup.checkpointing.reach import Reach
@@ -52,7 +51,7 @@ from recoup.checkpointing.sampling import is_due
 from recoup.checkpointing.state import FunctionState
 from recoup.checkpointing.turns import turn, turn_holder
 from recoup.errors import InputChangedError, RecoupError
-from recoup.tensors import put_all_together, take_all_apart
+from recoup.tensors import each_tensor, put_together, take_apart
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
@@ -116,17 +115,17 @@ class Frame(Replayable):
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
-        outputs = [output] if type(output) is Tensor else list(tensors_in(output))
+        outputs = [output] if type(output) is Tensor else list(each_tensor(output))
         self._outputs = tuple(kind_of(tensor) for tensor in outputs if not tensor.is_nested)
-        self._arguments.settle()
+        changes_arguments = self._arguments.settle()
         self._environment.settle()
         if self._state is not None:
             self._state.settle()
         if self._digests is not None:
             self._digests = packed(self._digests)
             if self._options.check == "sampled":
-                # A second replay would find changed what the function changes of what it is fed.
-                self._digests = None if self._arguments.changed_feeds else self._digests
+                # A second replay would find changed arguments.
+                self._digests = None if changes_arguments else self._digests
                 self._results = results_of(outputs)
         self._settled = True
 
@@ -213,13 +212,13 @@ class Frame(Replayable):
             return self._run_as_then(args, kwargs, manner)
         # NOTE [ Sampled comparison ]
         tensors: list[Tensor] = []
-        apart = take_all_apart(args, kwargs, tensors, [])
+        apart = take_apart((args, kwargs), tensors, [])
         comparison = Comparison(self.fn, self._records, self._digests)
         replayed = self._run_as_then(args, kwargs, manner, comparison.note)
         if comparison.drifts(replayed[0]):
-            args, kwargs = put_all_together(*apart, tensors)
+            args, kwargs = put_together(apart, tensors)
             output = self._run_as_then(args, kwargs, Manner(to_end=True), comparison.note_again)[2]
-            comparison.judge(self._results, results_of(list(tensors_in(output))))
+            comparison.judge(self._results, results_of(list(each_tensor(output))))
         return replayed
 
     def _run_as_then(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from recoup.checkpointing.mismatch import parameter_names
 from recoup.model.streaming import UnitCall
-from recoup.tensors import paths, take_apart
+from recoup.tensors import argument_paths, take_apart
 
 __all__ = ["named_objects", "named_tensors"]
 
@@ -20,29 +19,19 @@ _NO_OBJECTS = (type, nn.Module, torch.Generator, FunctionType, MethodType, Built
 
 def named_tensors(call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensors among arguments for a call, as its signature names them: ``'x'``, ``'batch'['mask']``."""
-    found: list[tuple[str, Tensor]] = []
-    for name, value in _named(call.fn, args, kwargs):
-        tensors: list[Tensor] = []
-        node = take_apart(value, tensors, [])
-        found += [(path, tensors[index]) for index, path in paths(node, name)]
-    return found
+    tensors: list[Tensor] = []
+    node = take_apart((args, kwargs), tensors, [])
+    return [(path, tensors[index]) for index, path in argument_paths(node, parameter_names(call.fn))]
 
 
 def named_objects(call: UnitCall) -> list[tuple[str, Any]]:
     """The objects among a call's arguments that are neither tensors, containers nor modules: a cache, a collector."""
+    names = parameter_names(call.fn)
+    named = [(names[i] if i < len(names) else f"argument {i}", value) for i, value in enumerate(call.args)]
+    named += [(repr(key), value) for key, value in call.kwargs.items()]
     found: list[tuple[str, Any]] = []
-    for name, value in _named(call.fn, call.args, call.kwargs):
+    for name, value in named:
         others: list[Any] = []
         take_apart(value, [], others)
         found += [(name, other) for other in others if not isinstance(other, _NO_OBJECTS)]
     return found
-
-
-def _named(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Any]]:
-    names = parameter_names(fn)
-    for position, value in enumerate(args):
-        yield names[position] if position < len(names) else f"argument {position}", value
-    for key, value in kwargs.items():
-        yield repr(key), value
