@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from recoup.devices.meter import device_of, make_meter
 from recoup.engines import ModelPlan, apply, plan, remove
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError, UnitError
-from recoup.measuring.measure import Measured, measure_step
+from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.caches import without_caches
 from recoup.model.calls import watch_calls
 from recoup.model.optimizers import Optimizers
@@ -193,7 +193,6 @@ class _Fitting:
             )
         self.step = step
         self.accumulates, self.holds_output, self.insist = accumulates, holds_output, insist
-        self.audit = Audit(())
 
     def run(
         self, units: Units | Iterable[Units] | None, budget_bytes: int, *, verifies: bool
@@ -236,16 +235,17 @@ class _Fitting:
         Units that stand in the way of a budget are split into what they call. Where that does not help, and nothing was
         said of the model's output, it is taken to be let go of.
         """
-        wanted, found = units, []
+        wanted, found = units, list[tuple[Measured, Audit]]()
         for _ in range(_MOST_SPLITS):
             try:
-                found.append((self._measure(wanted), self.audit))
+                measured, audit = self._measure(wanted)
             except UnitError:
                 if not found:
                     raise
                 break  # what the unit calls cannot be units
-            profile = found[-1][0].profile(self.holds_output is not False)
-            yield profile, self.audit
+            found.append((measured, audit))
+            profile = measured.profile(self.holds_output is not False)
+            yield profile, audit
             least = tightest(profile)
             # Finer units need no less than the optimizer's own step does.
             is_least = least.predicted_bytes <= profile.residents.optimizer_peak_bytes
@@ -256,14 +256,11 @@ class _Fitting:
             for measured, audit in found:
                 yield measured.profile(False), audit
 
-    def _measure(self, units: Units | Iterable[Units] | None) -> Measured:
-        return measure_step(self.step, units=units, accumulates=self.accumulates, examine=self._examine)
-
-    def _examine(
-        self, step: TrainingStep, units: Sequence[nn.Module], indices: Collection[int]
-    ) -> Mapping[str, str]:
-        self.audit = audit_step(step, units, only=indices)
-        return {} if self.insist else self.audit.unsafe
+    def _measure(self, units: Units | Iterable[Units] | None) -> tuple[Measured, Audit]:
+        measurement = begin_measurement(self.step, units=units)
+        audit = audit_step(self.step, measurement.units, only=measurement.distinct_calls)
+        unsafe = {} if self.insist else audit.unsafe
+        return measure_step(measurement, accumulates=self.accumulates, unsafe=unsafe), audit
 
     def _split(self, least: ModelPlan) -> list[nn.Module] | None:
         """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""

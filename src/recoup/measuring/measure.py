@@ -45,7 +45,7 @@ from recoup.plans.profile import Profile, ProfiledUnit, Residents
 from recoup.progress import note
 from recoup.tensors import storages_of
 
-__all__ = ["Measured", "measure", "measure_step"]
+__all__ = ["Measured", "Measurement", "begin_measurement", "measure", "measure_step"]
 
 _NUM_PASSES = 5
 
@@ -109,35 +109,38 @@ def measure(
     """
     training = TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer)
 
-    def examine(
-        step: TrainingStep, units: Sequence[nn.Module], indices: Collection[int]
-    ) -> Mapping[str, str]:
-        return unsafe or {}
-
     check_ranks(ranks)
     if hardware is not None:
         found = find_hardware(hardware)
-        measured = _estimate_step(training, found, units, accumulates=accumulates, examine=examine)
+        measured = _estimate_step(training, found, units, accumulates=accumulates, unsafe=unsafe or {})
         return sharded(measured.profile(holds_output), model, ranks)
     if ranks > 1:
         raise SampleError(
             f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
-    return measure_step(training, units=units, accumulates=accumulates, examine=examine).profile(holds_output)
+    measurement = begin_measurement(training, units=units)
+    return measure_step(measurement, accumulates=accumulates, unsafe=unsafe or {}).profile(holds_output)
 
 
-Examine = Callable[[TrainingStep, Sequence[nn.Module], Collection[int]], Mapping[str, str]]
-"""Which of the step's unit calls with these indices must be kept whatever the budget, and why, by name."""
-
-
-def measure_step(
-    step: TrainingStep, *, units: Units | Iterable[Units] | None, accumulates: bool, examine: Examine
-) -> Measured:
-    """`measure` for a step that is already put together."""
+def begin_measurement(step: TrainingStep, *, units: Units | Iterable[Units] | None) -> Measurement:
+    """The first pass of `measure`: finds the units and what each of their calls does."""
     meter = make_meter(device_of(step.model, step.given))
     with suspended(step.model), without_caches(step.model), step.preserved():
         cost = joint_cost(map(optimizer_cost, step.optimizers))
-        return _Measurement(step, cost, meter).run(units, accumulates, examine)
+        return Measurement(step, cost, meter, units)
+
+
+def measure_step(measurement: Measurement, *, accumulates: bool, unsafe: Mapping[str, str]) -> Measured:
+    """The other passes of `measure`.
+
+    Args:
+        measurement: what the first pass found.
+        accumulates: gradients are there when a step begins.
+        unsafe: by unit name, why it must be kept whatever the budget; it holds for all units that do the same.
+    """
+    step = measurement.step
+    with suspended(step.model), without_caches(step.model), step.preserved():
+        return measurement.run(accumulates, unsafe)
 
 
 def _estimate_step(
@@ -146,14 +149,14 @@ def _estimate_step(
     units: Units | Iterable[Units] | None,
     *,
     accumulates: bool,
-    examine: Examine,
+    unsafe: Mapping[str, str],
 ) -> Measured:
     """The same on fake tensors. The model is copied, so nothing needs to be put back."""
     device_type = hardware.device_type if hardware.device_type != "cpu" else None
     cost = joint_cost(optimizer_cost(optimizer, device_type=device_type) for optimizer in step.optimizers)
     with faked(step, hardware) as (fake, meter), suspended(fake.model), without_caches(fake.model):
         wanted = _in_copy(units, step.model, fake.model)
-        return _Measurement(fake, cost, meter).run(wanted, accumulates, examine)
+        return Measurement(fake, cost, meter, wanted).run(accumulates, unsafe)
 
 
 def _in_copy(
@@ -170,30 +173,48 @@ def _in_copy(
     ]
 
 
-class _Measurement:
-    """One measurement, pass by pass."""
+class Measurement:
+    """One measurement, pass by pass; the first is made at once.
 
-    def __init__(self, step: TrainingStep, optimizer: OptimizerCost, meter: Meter) -> None:
+    Attributes:
+        step: that is measured.
+        units: the modules to decide about.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        optimizer: OptimizerCost,
+        meter: Meter,
+        wanted: Units | Iterable[Units] | None,
+    ) -> None:
         self.step, self.optimizer, self.meter = step, optimizer, meter
         # Layers that are left out at random are the same ones in each pass.
         self.put_back_random_state = held_random_state()
-
-    def run(self, wanted: Units | Iterable[Units] | None, accumulates: bool, examine: Examine) -> Measured:
         note("measuring", 0, _NUM_PASSES)
         root = watch_calls(self.step)
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
-        resident_bytes = self.meter.begin() if self.meter.sees_residents else 0
-        structure = self._look(root, splits=wanted is None)
-        if not structure.calls:
+        self.resident_bytes = self.meter.begin() if self.meter.sees_residents else 0
+        self.structure = self._look(root, splits=wanted is None)
+        if not self.structure.calls:
             raise UnitError(
                 "The step runs no module of the model with gradients, so there is nothing to decide about. Check"
                 " step= and torch.no_grad around the model."
             )
-        self.called = {index: seen.name for index, seen in enumerate(structure.calls)}
+        self.called = {index: seen.name for index, seen in enumerate(self.structure.calls)}
         note("measuring", 1, _NUM_PASSES)
+
+    @property
+    def distinct_calls(self) -> set[int]:
+        """The indices of the calls to audit: one of all those that do the same."""
+        return set(_first_indices(seen.behaviour for seen in self.structure.calls).values())
+
+    def run(self, accumulates: bool, unsafe: Mapping[str, str]) -> Measured:
+        """Measures the bytes and seconds of one call of each kind."""
+        structure = self.structure
         accumulates = accumulates or structure.accumulates
         first = _first_indices(seen.kind for seen in structure.calls)
-        unsafe = self._unsafe(structure.calls, examine)
+        unsafe = _spread(structure.calls, unsafe)
         note("measuring", 2, _NUM_PASSES)
         pacers = _pacers(structure.calls, first)
         code_cold, inside_s = self._time_inside(set(pacers.values()))
@@ -227,7 +248,7 @@ class _Measurement:
             structure,
             tuple(map(tuple, options)),
             code_s,
-            self._residents(resident_bytes),
+            self._residents(self.resident_bytes),
             accumulates,
             frozenset(
                 index
@@ -262,14 +283,6 @@ class _Measurement:
                 if not splits or not split:
                     raise
                 self.units = split
-
-    def _unsafe(self, calls: Sequence[SeenCall], examine: Examine) -> dict[str, str]:
-        """Examines one of all calls that do the same; what holds for it holds for the others."""
-        first = _first_indices(seen.behaviour for seen in calls)
-        self.put_back_random_state()
-        found = examine(self.step, self.units, set(first.values()))
-        reasons = {seen.behaviour: found[seen.name] for seen in calls if seen.name in found}
-        return {seen.name: reasons[seen.behaviour] for seen in calls if seen.behaviour in reasons}
 
     def _time_inside(self, indices: Collection[int]) -> tuple[list[CodeSeconds], dict[int, dict[str, float]]]:
         """Streams the step and times the code, and the modules inside some of the units."""
@@ -520,6 +533,12 @@ def _first_indices(values: Iterable[Any]) -> dict[Any, int]:
     for index, value in enumerate(values):
         first.setdefault(value, index)
     return first
+
+
+def _spread(calls: Sequence[SeenCall], unsafe: Mapping[str, str]) -> dict[str, str]:
+    """What holds for one call holds for all that do the same."""
+    reasons = {seen.behaviour: unsafe[seen.name] for seen in calls if seen.name in unsafe}
+    return {seen.name: reasons[seen.behaviour] for seen in calls if seen.behaviour in reasons}
 
 
 def _pacers(calls: Sequence[SeenCall], first: Mapping[Any, int]) -> dict[Any, int]:
