@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_not
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "tensors_in",
     "version_of",
     "versions_of",
+    "without_history",
 ]
 
 PLAIN = frozenset({int, float, bool, str, type(None), complex, bytes, torch.dtype, torch.device, torch.Size})
@@ -39,6 +41,7 @@ PLAIN = frozenset({int, float, bool, str, type(None), complex, bytes, torch.dtyp
 _BARE = frozenset({list, tuple, dict})
 _DEEPEST = 16
 """A container may contain itself."""
+_MOST_ITEMS = 1000
 _BY_ROW = ("crow_indices", "col_indices", "values")
 _BY_COLUMN = ("ccol_indices", "row_indices", "values")
 _SPARSE_PARTS = {
@@ -218,6 +221,28 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     node = take_apart(tree, found, [])
     changed = {key: change(tensor) for key, tensor in {id(tensor): tensor for tensor in found}.items()}
     return put_together(node, [changed[id(tensor)] for tensor in found])
+
+
+def without_history(value: Any, deepest: int = 4) -> Any:
+    """A value to be held for long, without the graphs of its tensors, which would lead to all that came before.
+
+    A tensor keeps its memory, its version counter and its need of a gradient. Containers that have nothing to lose stay
+    themselves.
+    """
+    if isinstance(value, Tensor):
+        return value if value.grad_fn is None else value.detach().requires_grad_(value.requires_grad)
+    is_small = type(value) in (list, dict) and len(value) <= _MOST_ITEMS
+    if not deepest or not (is_small or isinstance(value, tuple)):
+        return value
+    items = list(value.values()) if isinstance(value, dict) else value
+    bare = [without_history(item, deepest - 1) for item in items]
+    if not any(map(is_not, bare, items)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, bare, strict=True))
+    return (
+        bare if isinstance(value, list) else make_tuple(type(value), bare, getattr(value, "__dict__", None))
+    )
 
 
 def needing_gradient(tree: Any) -> list[Tensor]:

@@ -64,7 +64,7 @@ def test_a_function_without_randomness_never_touches_the_generator(monkeypatch: 
     monkeypatch.setattr(
         random_state,
         "_CPU",
-        random_state._Source(lambda: pytest.fail("read"), lambda state: pytest.fail("written")),
+        random_state.Accessor(lambda: pytest.fail("read"), lambda state: pytest.fail("written")),
     )
     loss.backward()
 

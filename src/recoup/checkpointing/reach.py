@@ -12,8 +12,17 @@ from typing import Any
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from recoup.snapshot.own_code import global_names, is_library, is_own, methods_of_forward, slots_of
-from recoup.snapshot.places import GlobalName, without_history
+from recoup.snapshot.own_code import (
+    UNBOUND,
+    content_of,
+    global_names,
+    is_library,
+    is_own,
+    methods_of_forward,
+    slots_of,
+)
+from recoup.snapshot.places import GlobalName
+from recoup.tensors import without_history
 
 __all__ = ["Reach"]
 
@@ -95,13 +104,11 @@ class Reach:
         code, binds = fn.__code__, self._binds
         if fn.__closure__:
             for name, cell in zip(code.co_freevars, fn.__closure__, strict=True):
-                try:
-                    value = cell.cell_contents
-                except ValueError:  # a variable that is not bound yet
-                    continue
-                if binds:
-                    self.bindings.append((cell, value))
-                self._find(name, value)
+                value = content_of(cell)
+                if value is not UNBOUND:
+                    if binds:
+                        self.bindings.append((cell, value))
+                    self._find(name, value)
         if fn.__defaults__:
             for index, value in enumerate(fn.__defaults__):
                 self._find(f"default {index}", value)

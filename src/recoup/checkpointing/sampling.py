@@ -22,13 +22,14 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Literal
 
 import torch
 from torch.nn import Module
 
 from recoup.checkpointing.replay import depth
+from recoup.snapshot.own_code import content_of
 
 __all__ = ["is_due", "never_again", "sampling"]
 
@@ -103,17 +104,10 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not bound yet
-        return None
-
-
 def _site_of(fn: Any) -> Any:
     if type(fn) is FunctionType:
         return next(
-            (cell for cell in map(_content, fn.__closure__ or ()) if isinstance(cell, Module)), fn.__code__
+            (cell for cell in map(content_of, fn.__closure__ or ()) if isinstance(cell, Module)), fn.__code__
         )
     if isinstance(fn, Module):
         return fn

@@ -42,7 +42,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from recoup.checkpointing.guard import unguarded
 from recoup.checkpointing.reach import Reach
 from recoup.errors import CheckpointError, InputChangedError
-from recoup.snapshot.places import bare, clear_all, holds, look, put, put_all, without_history
+from recoup.snapshot.places import holds, look, put
+from recoup.snapshot.tensors import hold_hooks
+from recoup.tensors import without_history
 
 __all__ = ["FunctionState"]
 
@@ -61,7 +63,9 @@ class FunctionState:
 
     def __init__(self, reach: Reach, *, preserve_buffers: bool) -> None:
         self._reach = reach
-        self._noted: list[tuple[Any, Any]] = [(place, bare(value)) for place, value in reach.bindings]
+        self._noted: list[tuple[Any, Any]] = [
+            (place, without_history(value)) for place, value in reach.bindings
+        ]
         """Containers and variables, each with a copy of what it held."""
         self._tensors: list[Tensor] = []
         self._empty: list[Any] = []
@@ -81,32 +85,27 @@ class FunctionState:
             self._copy_buffers(preserve_buffers)
 
     def _note_modules(self) -> None:
-        stack: list[Module] = []
-        roots, num_roots = self._reach.roots, 0
         seen: set[int] = set()
-        while stack or num_roots < len(roots):
-            if not stack:  # modules add to the roots while they are looked at
-                _, root = roots[num_roots]
-                num_roots += 1
-                if not isinstance(root, Module):
-                    self._tensors.append(root)
-                    continue
-                stack.append(root)
-            module = stack.pop()
-            if id(module) in seen:
+        for _, root in self._reach.roots:  # which modules add to while they are looked at
+            if not isinstance(root, Module):
+                self._tensors.append(root)
                 continue
-            seen.add(id(module))
-            if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
-                self._tensors += [*module.parameters(), *module.buffers()]
-            elif isinstance(module, LazyModuleMixin):  # it is an ordinary module once it has run
-                raise CheckpointError(
-                    f"{type(module).__name__} has not run yet, and what its first forward makes cannot be replayed."
-                    " Run the model once on a sample without checkpointing."
-                )
-            else:
-                self._note_module(module, stack)
+            stack = [root]
+            while stack:
+                module = stack.pop()
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    self._note_module(module, stack)
 
     def _note_module(self, module: Module, stack: list[Module]) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
+            self._tensors += [*module.parameters(), *module.buffers()]
+            return
+        if isinstance(module, LazyModuleMixin):  # it is an ordinary module once it has run
+            raise CheckpointError(
+                f"{type(module).__name__} has not run yet, and what its first forward makes cannot be replayed."
+                " Run the model once on a sample without checkpointing."
+            )
         attributes = module.__dict__
         noted = attributes.copy()
         self._noted.append((attributes, noted))
@@ -146,13 +145,13 @@ class FunctionState:
                 return False
             self._reach.add_attribute(name, item)
             if isinstance(item, (tuple, list, dict)):
-                item = items[key] = bare(item)
+                item = items[key] = without_history(item)
         return item is not then
 
     def _copy_buffers(self, preserve: bool) -> None:
         found = {id(b): b for group in self._buffers for b in group if not b.is_inference()}
         for buffer in found.values():
-            self._tensors.append(bare(buffer))
+            self._tensors.append(without_history(buffer))
             self._versions.append(buffer._version)
             self._needs_grad.append(buffer.requires_grad)
         if preserve:
@@ -201,14 +200,14 @@ class FunctionState:
         """Shows everything as the forward saw it; ``stack`` puts back what stands there now."""
         fresh = dict(zip(self._copies, _copied([copy for _, copy in self._copies.values()]), strict=True))
         now = [(place, then if holds(place, then) else look(place)) for place, then in self._noted]
-        filled = [(place, place.copy()) for place in self._empty if place]
-        stack.callback(put_all, now + filled)
-        stack.callback(clear_all, self._empty)
-        clear_all(self._empty)
+        filled = [(place, look(place)) for place in self._empty if place]
+        stack.callback(_put_all, now + filled)
+        stack.callback(_clear_all, self._empty)
+        _clear_all(self._empty)
         for place, then in self._noted:
             if fresh and isinstance(then, dict) and not fresh.keys().isdisjoint(map(id, then.values())):
                 then = {key: fresh.get(id(value), value) for key, value in then.items()}
-            put(place, then)
+            _put(place, then)
         for tensor, then in zip(self._tensors, self._needs_grad, strict=True):
             if tensor.requires_grad != then and tensor.is_leaf:
                 stack.callback(tensor.requires_grad_, not then)
@@ -216,8 +215,35 @@ class FunctionState:
         tensors = self._tensors
         if self._reach.originals:
             tensors = [*tensors, *(t for original in self._reach.originals if (t := original()) is not None)]
-        hooks = {id(t): [h and h.copy() for h in _hooks_of(t)] for t in tensors if any(_hooks_of(t))}
-        stack.callback(_put_hooks, tensors, hooks)
+        stack.callback(hold_hooks(tensors))
+
+
+def _clear_all(places: list[Any]) -> None:
+    for place in places:
+        if place:
+            place.clear()
+
+
+def _put_all(places: list[tuple[Any, Any]]) -> None:
+    for place, wanted in places:
+        _put(place, wanted)
+
+
+def _put(place: Any, wanted: Any) -> None:
+    """Makes a place hold what is wanted, but for sharded parameters (rule 7)."""
+    if holds(place, wanted):
+        return
+    if isinstance(place, dict):
+        keys = [
+            key for key in wanted if key in place and (_is_sharded(place[key]) or _is_sharded(wanted[key]))
+        ]
+        wanted = wanted | {key: place[key] for key in keys} if keys else wanted
+    put(place, wanted)
+
+
+def _is_sharded(value: Any) -> bool:
+    # By name: importing torch.distributed.tensor costs a second that most users never need.
+    return type(value).__name__ == "DTensor"
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
@@ -269,18 +295,3 @@ def _storage_key(tensor: Tensor) -> int:
         return 0
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def _hooks_of(tensor: Tensor) -> tuple[Any, Any]:
-    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-
-
-def _put_hooks(tensors: list[Tensor], before: dict[int, list[Any]]) -> None:
-    """Takes away what was registered on tensors meanwhile."""
-    for tensor in tensors:
-        for place, hooks in enumerate(_hooks_of(tensor)):
-            if hooks:
-                then = before.get(id(tensor), (None, None))[place] or {}
-                if hooks.keys() != then.keys():
-                    hooks.clear()
-                    hooks.update(then)

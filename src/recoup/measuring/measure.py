@@ -33,7 +33,6 @@ from recoup.model.caches import without_caches
 from recoup.model.calls import ModuleCall, class_of_module, module_names, watch_calls
 from recoup.model.conditions import Conditions, recording
 from recoup.model.optimizers import Optimizers
-from recoup.model.preserve import held_random_state
 from recoup.model.recipe import KEEP, InnerForward, Recipe
 from recoup.model.slices import unit_names
 from recoup.model.stand_in import intercepted, suspended
@@ -43,6 +42,7 @@ from recoup.model.undo import undone
 from recoup.model.units import Units, children_of, choose_units, find_units, split_units
 from recoup.plans.profile import Profile, ProfiledUnit, Residents
 from recoup.progress import note
+from recoup.snapshot.random_state import held_random_state
 from recoup.tensors import storages_of
 
 __all__ = ["Measured", "Measurement", "begin_measurement", "measure", "measure_step"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,28 +14,18 @@ from torch import Tensor, nn
 from recoup.checkpointing.sampling import sampling
 from recoup.model.history import hide_graphs
 from recoup.model.optimizers import Optimizers, read_optimizers
+from recoup.snapshot.accessors import setting, tensor_data
+from recoup.snapshot.places import Snapshot
 from recoup.snapshot.python_state import Notes
+from recoup.snapshot.random_state import held_random_state
 from recoup.snapshot.reachable import Reached
-from recoup.snapshot.tensors import HeldValues, held_data, held_gradient
+from recoup.snapshot.tensors import HeldValues, held_gradient
 from recoup.snapshot.writes import Writes
 from recoup.tensors import tensors_in
 from recoup.torch_private import set_grad_enabled
 
-__all__ = ["gradient_owners", "held_random_state", "preserving"]
+__all__ = ["gradient_owners", "preserving"]
 
-_COLLECTIONS = (
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-_FLAGS = ("training", "_is_full_backward_hook")
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -87,20 +76,23 @@ def preserving(
     with ExitStack() as exits:
         exits.enter_context(sampling("never"))
         exits.callback(held_random_state())
-        exits.callback(_held_settings())
-        exits.callback(_held_modules([module for one in models for module in one.modules()]))
         notes = Notes()
+        for read, write in _SETTINGS:
+            notes.add(setting(read, write))
         for one in models:
             notes.add_modules(one)
         exits.callback(notes.put_back)
         exits.callback(reached.hold())
-        exits.callback(_held_requires_grad(parameters))
-        # Unless their values are held below, and with them what they lie in.
-        for one in models[everything:]:
-            for owner in gradient_owners(one):
-                exits.callback(held_data(owner))
         for parameter in parameters:
             exits.callback(held_gradient(parameter))
+        tensors = Snapshot()
+        for parameter in parameters:
+            tensors.add(setting(partial(getattr, parameter, "requires_grad"), parameter.requires_grad_))
+        # Where the values of the model's own are held below, so are their storages.
+        for one in models[everything:]:
+            for owner in gradient_owners(one):
+                tensors.add(tensor_data(owner))
+        exits.callback(tensors.put_back)
         values = HeldValues()
         exits.callback(values.hold([list(one.buffers()) for one in models]))
         if everything:
@@ -121,70 +113,6 @@ def _drop_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-def _held_requires_grad(parameters: Iterable[Tensor]) -> Callable[[], None]:
-    flags = [(parameter, parameter.requires_grad) for parameter in parameters]
-
-    def restore() -> None:
-        for parameter, flag in flags:
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
-
-    return restore
-
-
-def _held_modules(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    collections = [
-        (module, name, vars(module)[name], vars(module)[name].copy())
-        for module in modules
-        for name in _COLLECTIONS
-        if vars(module).get(name) is not None and not isinstance(module, torch.jit.ScriptModule)
-    ]
-    flags = [(module, name, getattr(module, name, None)) for module in modules for name in _FLAGS]
-
-    def restore() -> None:
-        for module, name, collection, entries in collections:
-            # In place: the handles that remove hooks know these dictionaries.
-            collection.clear()
-            collection.update(entries)
-            vars(module)[name] = collection
-        for module, name, flag in flags:
-            if getattr(module, name, None) != flag:
-                setattr(module, name, flag)
-
-    return restore
-
-
-def _held_settings() -> Callable[[], None]:
-    settings = [(get, put, get()) for get, put in _SETTINGS]
-
-    def restore() -> None:
-        for get, put, then in settings:
-            if get() != then:
-                put(then)
-
-    return restore
-
-
 def gradient_owners(model: nn.Module) -> list[Tensor]:
     """A model's tensors that a backward may give a `.grad`: parameters, and buffers that need one."""
     return [*model.parameters(), *(b for b in model.buffers() if b.requires_grad and b.is_leaf)]
-
-
-def held_random_state() -> Callable[[], None]:
-    """Puts the random state of Python, NumPy and torch back to what it is now, as often as it is called."""
-    python = random.getstate()
-    host = torch.get_rng_state()
-    # A device that was not used yet has drawn nothing.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    numpy = sys.modules.get("numpy.random")
-    numpy_state = None if numpy is None else numpy.get_state()
-
-    def restore() -> None:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        if numpy is not None:
-            numpy.set_state(numpy_state)
-
-    return restore

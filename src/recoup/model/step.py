@@ -60,8 +60,8 @@ class TrainingStep:
             ("sample", sample),
             *(("a hook", h) for h in hooks_of(model)),
         ]
-        self._roots = roots
-        self.reached = self.reach()
+        #: What its code can get at. One walk is enough: whatever a run replaces is put back when the run ends.
+        self.reached = Reached(roots, known=model)
         hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
         #: Whether running it may step an optimizer: in a callable of the user's, or in a hook of a parameter.
         self.changes_parameters = step is not None or any(hooks)
@@ -83,10 +83,6 @@ class TrainingStep:
         """All that the sample holds."""
         return (self.args, self.kwargs, self.targets)
 
-    def reach(self) -> Reached:
-        """What its code can get at now: what it was may have been replaced meanwhile."""
-        return Reached(self._roots, known=self.model)
-
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """A block that may run the step, and leaves no trace of it.
@@ -98,7 +94,7 @@ class TrainingStep:
             self.model,
             self.optimizers,
             everything=self.changes_parameters,
-            reached=self.reach(),
+            reached=self.reached,
             writes=self.writes,
         ):
             yield
@@ -191,7 +187,7 @@ class TrainingStep:
 
         trained = self._trained()
         # So that it does the same each time, from the same counters.
-        put_back = self.reach().hold()
+        put_back = self.reached.hold()
         if self.leaves_gradients:
             with without_modes():
                 self._give_gradients(self.model.parameters())

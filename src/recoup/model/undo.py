@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup.model.named_arguments import named_objects
-from recoup.model.preserve import held_random_state
 from recoup.model.streaming import UnitCall
 from recoup.snapshot.python_state import Notes
+from recoup.snapshot.random_state import held_random_state
 
 __all__ = ["made_attributes", "undone"]
 
@@ -56,7 +56,7 @@ def undone(call: UnitCall) -> Iterator[UnitCall]:
     """
     notes = Notes()
     notes.add_modules(call.module)
-    notes.add_hooks(call.module)
+    notes.add_module_hooks(call.module)
     notes.add_context()
     for name, value in named_objects(call):
         notes.add_object(name, value)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dis
+import re
 import sys
 import sysconfig
 from collections.abc import Callable
 from functools import lru_cache
 from os import sep
 from pathlib import Path
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
 __all__ = [
+    "UNBOUND",
     "attribute_names",
+    "content_of",
     "file_of",
     "global_names",
     "is_compiled_function",
     "is_library",
+    "is_machinery",
     "is_own",
     "methods_of_forward",
+    "package_of",
     "slots_of",
 ]
 
@@ -32,11 +37,28 @@ _LIBRARIES = (
     str(Path(__file__).parent.parent),  # ourselves
 )
 _FOLDERS = tuple(f"{folder.rstrip(sep)}{sep}" for folder in _LIBRARIES)
+# Objects of these packages are machinery: they hold no state of a training loop, and lead far away.
+_MACHINERY = re.compile(
+    rf"{__name__.partition('.')[0]}|_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re"
+    r"|selectors|socket|subprocess|threading|typing|unittest|weakref"
+)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _remembered(fn: _F) -> _F:
     return cast(_F, lru_cache(10_000)(fn))
+
+
+UNBOUND = object()
+"""What `content_of` returns for a variable that is not bound."""
+
+
+def content_of(cell: CellType) -> Any:
+    """What a closure cell holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return UNBOUND
 
 
 def is_library(file: str | None) -> bool:
@@ -49,6 +71,18 @@ def file_of(cls: type) -> str | None:
     if cls.__module__ in ("__main__", "__mp_main__"):
         return "__main__"
     return getattr(sys.modules.get(cls.__module__), "__file__", None)
+
+
+def package_of(module: str | None) -> str:
+    """The package that a module belongs to, by its full name."""
+    return str(module or "").partition(".")[0]
+
+
+def is_machinery(value: Any) -> bool:
+    """Whether a value is none of the user's: a lock, a logger, something of ours."""
+    module = value.__module__ if isinstance(value, (FunctionType, type)) else type(value).__module__
+    is_machinery = _MACHINERY.fullmatch(package_of(module)) is not None
+    return is_machinery and not isinstance(value, (torch.nn.Module, torch.Tensor))
 
 
 _own: WeakKeyDictionary[type, bool] = WeakKeyDictionary()

@@ -1,26 +1,24 @@
-"""Places that can be made to hold something else: variables, lists and dictionaries."""
+"""Places that hold Python state: what each holds now, and how to make it hold that again.
+
+A place is a dictionary, list, set or deque, a closure cell, a `GlobalName`, or an `Accessor`. Items are
+compared by identity, since they may refuse to be compared. Containers are changed in place, since others refer to them,
+and by the built-in class's own methods, since a subclass may refuse to be changed.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from operator import is_not
 from types import CellType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = [
-    "GlobalName",
-    "bare",
-    "clear_all",
-    "holds",
-    "look",
-    "put",
-    "put_all",
-    "without_history",
-]
+from recoup.snapshot.own_code import UNBOUND, content_of
+from recoup.snapshot.tensors import hold_hooks
 
-_EMPTY = object()
-_MOST_ITEMS = 1000
+__all__ = ["Accessor", "GlobalName", "Snapshot", "holds", "look", "put"]
 
 
 class GlobalName(NamedTuple):
@@ -30,111 +28,126 @@ class GlobalName(NamedTuple):
     name: str
 
 
+class Accessor(NamedTuple):
+    """A place as two functions."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
 def look(place: Any) -> Any:
-    """What a place holds."""
-    if isinstance(place, GlobalName):
-        return place.namespace.get(place.name, _EMPTY)
+    """What a place holds: of a container a copy."""
+    if isinstance(place, dict):
+        return dict(place) if place else {}
     if isinstance(place, CellType):
-        try:
-            return place.cell_contents
-        except ValueError:  # not bound
-            return _EMPTY
-    return place.copy()
+        return content_of(place)
+    if isinstance(place, GlobalName):
+        return place.namespace.get(place.name, UNBOUND)
+    if isinstance(place, Accessor):
+        return place.read()
+    return list(place)
 
 
 def holds(place: Any, wanted: Any) -> bool:
-    """Whether a place holds exactly what is wanted, by identity."""
+    """Whether a container or variable holds exactly what is wanted."""
     if isinstance(place, (CellType, GlobalName)):
         return look(place) is wanted
-    if len(place) != len(wanted):
+    if len(place) != len(wanted) or any(map(is_not, place, wanted)):
         return False
-    if isinstance(place, list):
-        return not any(map(is_not, place, wanted))
-    return list(place) == list(wanted) and not any(map(is_not, place.values(), wanted.values()))
-
-
-def put_all(places: list[tuple[Any, Any]]) -> None:
-    """Makes places hold what is wanted."""
-    for place, wanted in places:
-        put(place, wanted)
+    return not isinstance(place, dict) or not any(map(is_not, place.values(), wanted.values()))
 
 
 def put(place: Any, wanted: Any) -> None:
-    """Makes a place hold exactly what is wanted, by identity, and touches nothing that already does."""
-    if holds(place, wanted):
+    """Makes a place hold exactly what is wanted, and touches nothing that already does."""
+    if isinstance(place, Accessor):
+        place.write(wanted)
+    elif holds(place, wanted):
         return
-    if isinstance(place, (CellType, GlobalName)):
+    elif isinstance(place, (CellType, GlobalName)):
         _bind(place, wanted)
     elif isinstance(place, list):
-        place[:] = wanted
-    else:
+        list.__setitem__(place, slice(None), wanted)
+    elif isinstance(place, dict):
         _put_items(place, wanted)
-
-
-def clear_all(places: list[Any]) -> None:
-    """Empties containers."""
-    for place in places:
-        if place:
-            place.clear()
+    else:
+        kind: Any = deque if isinstance(place, deque) else set
+        kind.clear(place)
+        (deque.extend if kind is deque else set.update)(place, wanted)
 
 
 def _bind(place: CellType | GlobalName, wanted: Any) -> None:
     if isinstance(place, GlobalName):
-        if wanted is _EMPTY:
+        if wanted is UNBOUND:
             del place.namespace[place.name]
         else:
             place.namespace[place.name] = wanted
-    elif wanted is _EMPTY:
+    elif wanted is UNBOUND:
         del place.cell_contents
     else:
         place.cell_contents = wanted
 
 
 def _put_items(place: dict[Any, Any], wanted: dict[Any, Any]) -> None:
-    if list(place) != list(wanted):
-        sharded = {key: value for key, value in place.items() if _is_sharded(value)}
-        place.clear()
-        place.update(wanted | {key: value for key, value in sharded.items() if key in wanted})
-    else:
-        for key, value in wanted.items():
-            present = place[key]
-            if present is not value and not (_is_sharded(present) or _is_sharded(value)):
-                place[key] = value
+    kind = OrderedDict if isinstance(place, OrderedDict) else dict
+    if len(place) != len(wanted) or any(map(is_not, place, wanted)):
+        kind.clear(place)
+    for key, value in wanted.items():
+        if kind.get(place, key, UNBOUND) is not value:
+            kind.__setitem__(place, key, value)
 
 
-def _is_sharded(value: Any) -> bool:
-    # By name: importing torch.distributed.tensor costs a second that most users never need.
-    return type(value).__name__ == "DTensor"
+class Snapshot:
+    """Places, with their names and what they held.
+
+    >>> cache = [1]
+    >>> snapshot = Snapshot()
+    >>> snapshot.add(cache, "cache")
+    >>> cache.append(2)
+    >>> snapshot.changed()
+    ['cache']
+    >>> snapshot.put_back()
+    >>> cache
+    [1]
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[str, Any, Any]] = []
+        self._restores: list[Callable[[], None]] = []
+
+    def add(self, place: Any, name: str = "") -> None:
+        """Notes what a place holds."""
+        self._held.append((name, place, look(place)))
+
+    def add_hooks(self, tensors: Iterable[Tensor]) -> None:
+        """Notes the hooks on the gradients of tensors."""
+        self._restores.append(hold_hooks(list(tensors)))
+
+    def changed(self) -> list[str]:
+        """The names of the containers that have other items: not the same objects, nor equal numbers or texts."""
+        held = ((name, place, then) for name, place, then in self._held if not isinstance(place, Accessor))
+        return [name for name, place, then in held if not (holds(place, then) or _is_equal(place, then))]
+
+    def put_back(self) -> None:
+        """Makes every place hold what it held; one that fails does not keep the others from it."""
+        errors = []
+        for _, place, then in self._held:
+            try:
+                put(place, then)
+            except Exception as error:
+                errors.append(error)
+        for restore in self._restores:
+            restore()
+        if errors:
+            raise errors[0]
 
 
-def without_history(tensor: Tensor) -> Tensor:
-    """The same data and version counter, and as much need of a gradient, but no graph."""
-    if tensor.grad_fn is None:
-        return tensor
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _is_equal(place: Any, then: Any) -> bool:
+    if isinstance(place, set):
+        return place == set(then)
+    if isinstance(place, dict):
+        return _is_equal(list(place), list(then)) and _is_equal(list(place.values()), list(then.values()))
+    return len(place) == len(then) and all(map(_is_same, place, then))
 
 
-def bare(value: Any, deepest: int = 4) -> Any:
-    """A value to be held: tensors without history, since a graph would lead to whatever was computed before."""
-    if isinstance(value, Tensor):
-        return without_history(value)
-    if isinstance(value, tuple):
-        items = [bare(item, deepest - 1) for item in value] if deepest else list(value)
-        if not any(map(is_not, items, value)):
-            return value
-        if hasattr(type(value), "n_sequence_fields"):  # what torch.max and others return
-            return type(value)(items)
-        made = tuple.__new__(type(value), items)
-        if hasattr(value, "__dict__"):
-            made.__dict__.update(value.__dict__)
-        return made
-    if type(value) in (list, dict) and 0 < len(value) <= _MOST_ITEMS and deepest:
-        found = {key: bare(item, deepest - 1) for key, item in _pairs(value)}
-        if not any(map(is_not, found.values(), value.values() if isinstance(value, dict) else value)):
-            return value
-        return found if isinstance(value, dict) else list(found.values())
-    return value
-
-
-def _pairs(value: Any) -> Any:
-    return value.items() if isinstance(value, dict) else enumerate(value)
+def _is_same(now: Any, then: Any) -> bool:
+    return now is then or (isinstance(now, (int, float, str)) and type(now) is type(then) and now == then)

@@ -1,13 +1,13 @@
-"""Python state as it stands now: what of it changes, and how to put it back.
+"""Python state of modules and objects, found by looking into them: what of it changes, and how to put it back.
 
 Units keep counters, lists and caches in their attributes, change objects that they are given, and have hooks that fill
-lists; what runs a unit several times must leave none of that behind.
+lists. Code that runs a unit several times must leave none of that behind.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import copy_context
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.snapshot.reachable import is_machinery
-from recoup.snapshot.tensors import held_hooks
+from recoup.snapshot.accessors import random_generator, setting
+from recoup.snapshot.own_code import UNBOUND, content_of, is_machinery
+from recoup.snapshot.places import Snapshot
 from recoup.tensors import version_of
 
 __all__ = ["Notes"]
@@ -32,7 +33,7 @@ _FIXED = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Mo
 _STRUCTURE = frozenset(vars(nn.Module()))
 
 
-class Notes:
+class Notes(Snapshot):
     """Containers, attributes, tensors and generators, as they stood.
 
     >>> from types import SimpleNamespace
@@ -48,32 +49,29 @@ class Notes:
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[str, Any, Any]] = []
+        super().__init__()
         self._tensors: list[tuple[str, Tensor, int]] = []
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
-        self._hooks: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
 
     def add_object(self, name: str, value: Any, depth: int = _DEEPEST) -> None:
-        """Notes an object, and what lies in it."""
+        """Notes an object, and what lies in it. Values of tensors are for others to put back."""
         if id(value) in self._seen or depth == 0 or isinstance(value, _FIXED) or is_machinery(value):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self._tensors.append((name, value, version_of(value)))
-            self._hooks.append(held_hooks(value))
-        elif isinstance(value, torch.Generator):
-            self._generators.append((value, value.get_state()))
+            self.add_hooks([value])
+        elif (generator := random_generator(value)) is not None:
+            self.add(generator, name)
         elif isinstance(value, _CONTAINERS):
             if len(value) <= _MOST_ITEMS:
-                self._add_place(name, value, _items(name, value), depth)
+                self.add(value, name)
+                self._add_items(_items(name, value), depth)
         elif isinstance(attributes := getattr(value, "__dict__", None), dict):
-            self._add_place(
-                name, attributes, ((f"{name}.{key}", item) for key, item in attributes.items()), depth
-            )
+            self.add(attributes, name)
+            self._add_items(((f"{name}.{key}", item) for key, item in attributes.items()), depth)
 
-    def _add_place(self, name: str, place: Any, items: Iterable[tuple[str, Any]], depth: int) -> None:
-        self._places.append((name, place, place.copy()))
+    def _add_items(self, items: Iterable[tuple[str, Any]], depth: int) -> None:
         for path, item in list(items):
             self.add_object(path, item, depth - 1)
 
@@ -84,16 +82,19 @@ class Notes:
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
+            self.add(
+                setting(partial(getattr, module, "training", None), partial(setattr, module, "training"))
+            )
             return
-        self._places.append((name, vars(module), vars(module).copy()))
-        self._hooks += map(held_hooks, (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        self.add(vars(module), name)
+        self.add_hooks((*module.parameters(recurse=False), *module.buffers(recurse=False)))
         for key, value in list(vars(module).items()):
             if key not in _STRUCTURE:
                 self.add_object(f"{name}.{key}", value)
             elif isinstance(value, _CONTAINERS):
-                self._places.append((f"{name}.{key}", value, value.copy()))
+                self.add(value, f"{name}.{key}")
 
-    def add_hooks(self, root: nn.Module) -> None:
+    def add_module_hooks(self, root: nn.Module) -> None:
         """Notes what the hooks of a module, and of all inside it, may fill: what they close over and belong to."""
         for name, module in root.named_modules():
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
@@ -110,21 +111,9 @@ class Notes:
                 self.add_object(variable.name, value, _CONTEXT_DEPTH)
 
     def changed(self) -> list[str]:
-        """The names of what is not as it was."""
-        places = [name for name, place, then in self._places if not _is_same(place, then)]
+        """The names of containers and tensors that changed."""
         tensors = [name for name, tensor, version in self._tensors if version_of(tensor) != version]
-        return places + tensors
-
-    def put_back(self) -> None:
-        """Makes containers, attributes and generators what they were. Values of tensors are for others to put back."""
-        for _, place, then in self._places:
-            if not _is_same(place, then):
-                place.clear()
-                (place.update if isinstance(place, (dict, set)) else place.extend)(then)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        for restore in self._hooks:
-            restore()
+        return super().changed() + tensors
 
 
 def _reached(hook: Any) -> Iterator[Any]:
@@ -136,7 +125,7 @@ def _reached(hook: Any) -> Iterator[Any]:
         yield hook.__self__
         yield from _reached(hook.__func__)
     elif isinstance(hook, FunctionType):
-        yield from _closed_over(hook)
+        yield from (item for cell in hook.__closure__ or () if (item := content_of(cell)) is not UNBOUND)
         known = hook.__globals__
         yield from (
             known[name] for name in hook.__code__.co_names if isinstance(known.get(name), _CONTAINERS)
@@ -145,31 +134,8 @@ def _reached(hook: Any) -> Iterator[Any]:
         yield hook
 
 
-def _closed_over(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not set yet
-            continue
-
-
 def _items(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, set):
         return ()
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     return ((f"{name}[{key!r}]", item) for key, item in pairs)
-
-
-def _is_same(place: Any, then: Any) -> bool:
-    """Whether a container has the entries that it had: the same objects, or equal numbers and texts."""
-    if len(place) != len(then):
-        return False
-    if isinstance(place, set):
-        return bool(place == then)
-    if isinstance(place, dict):
-        return all(map(_is_equal, place, then)) and all(map(_is_equal, place.values(), then.values()))
-    return all(map(_is_equal, place, then))
-
-
-def _is_equal(now: Any, then: Any) -> bool:
-    return now is then or (isinstance(now, (int, float, str)) and type(now) is type(then) and now == then)

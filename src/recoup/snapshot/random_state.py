@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor
 
+from recoup.snapshot.places import Accessor, Snapshot
 from recoup.torch_private import WithoutDispatch, WithoutTransforms, current_transform, num_dispatch_modes
 
-__all__ = ["RandomState"]
+__all__ = ["RandomState", "held_random_state"]
 
 _Position: TypeAlias = "bytes | tuple[int, int]"
 """A state as bytes, which compare fast and which no mode can take hold of; or a CUDA generator's seed and offset."""
-
-
-class _Source(NamedTuple):
-    """A generator as two functions."""
-
-    read: Callable[[], _Position]
-    write: Callable[[Any], Any]
 
 
 class RandomState:
@@ -36,7 +32,7 @@ class RandomState:
     __slots__ = ("_cuda_was_ready", "_positions")
 
     def __init__(self, generators: list[Generator]) -> None:
-        self._positions: list[tuple[_Source, _Position]] = [(_CPU, _CPU.read())]
+        self._positions: list[tuple[Accessor, _Position]] = [(_CPU, _CPU.read())]
         self._cuda_was_ready = torch.cuda.is_initialized()
         if self._cuda_was_ready:
             self._note(map(_source, torch.cuda.default_generators))
@@ -45,7 +41,7 @@ class RandomState:
         if generators:
             self._note(map(_source, generators))
 
-    def _note(self, sources: Iterable[_Source]) -> None:
+    def _note(self, sources: Iterable[Accessor]) -> None:
         self._positions += [(source, source.read()) for source in sources]
 
     def settle(self) -> bool:
@@ -67,16 +63,16 @@ class RandomState:
         return len(self._positions)
 
 
-def _write_all(positions: list[tuple[_Source, _Position]]) -> None:
+def _write_all(positions: list[tuple[Accessor, _Position]]) -> None:
     for source, position in positions:
         source.write(position)
 
 
-def _source(generator: Generator) -> _Source:
+def _source(generator: Generator) -> Accessor:
     if generator.device.type == "cuda":
         # Seed and offset say everything; the state *tensor* would cost a copy.
-        return _Source(partial(_read_cuda, generator), partial(_write_cuda, generator))
-    return _Source(partial(_read_state, generator.get_state), partial(_write_state, generator.set_state))
+        return Accessor(partial(_read_cuda, generator), partial(_write_cuda, generator))
+    return Accessor(partial(_read_state, generator.get_state), partial(_write_state, generator.set_state))
 
 
 def _read_cuda(generator: Generator) -> tuple[int, int]:
@@ -111,7 +107,7 @@ def _set_state(module: Any, place: tuple[Any, ...], state: Tensor) -> None:
 
 
 @cache
-def _other_accelerators() -> tuple[_Source, ...]:
+def _other_accelerators() -> tuple[Accessor, ...]:
     """The generators of accelerators that only offer whole states (XPU, MPS and others)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "cuda":
@@ -123,7 +119,7 @@ def _other_accelerators() -> tuple[_Source, ...]:
     if accelerator.type == "mps":
         places = [()]
     return tuple(
-        _Source(
+        Accessor(
             partial(_read_state, partial(module.get_rng_state, *place)),
             partial(_write_state, partial(_set_state, module, place)),
         )
@@ -141,4 +137,17 @@ def _read_cpu() -> bytes:
     return _get_cpu_state().numpy().tobytes()
 
 
-_CPU = _Source(_read_cpu, partial(_write_state, torch.default_generator.set_state))
+_CPU = Accessor(_read_cpu, partial(_write_state, torch.default_generator.set_state))
+
+
+def held_random_state() -> Callable[[], None]:
+    """Puts the random state of Python, NumPy and torch back to what it is now, as often as it is called."""
+    snapshot = Snapshot()
+    snapshot.add(Accessor(random.getstate, random.setstate))
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        snapshot.add(Accessor(numpy.get_state, numpy.set_state))
+    # A CUDA device that was not used yet has drawn nothing.
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    for source in (_CPU, *map(_source, cuda), *_other_accelerators()):
+        snapshot.add(source)
+    return snapshot.put_back

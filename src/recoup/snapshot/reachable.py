@@ -18,55 +18,48 @@ from __future__ import annotations
 
 import functools
 import io
-import random
 import re
-import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
-from operator import is_
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-)
+from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recoup.snapshot.accessors import (
+    class_attributes,
+    random_generator,
+    slot_values,
+    small_array,
+    tensor_data,
+)
 from recoup.snapshot.own_code import (
+    UNBOUND,
     attribute_names,
+    content_of,
     file_of,
     global_names,
     is_compiled_function,
     is_library,
-    slots_of,
+    is_machinery,
+    package_of,
 )
-from recoup.snapshot.tensors import held_data, held_hooks
+from recoup.snapshot.places import GlobalName, Snapshot
 
-__all__ = ["Reached", "hooks_of", "is_machinery"]
+__all__ = ["Reached", "hooks_of"]
 
 _MOST_OBJECTS = 200_000
 _MOST_ITEMS = 10_000
 _LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_OURS = __name__.partition(".")[0]
-# Objects of these packages are machinery: they hold no state of a training loop, and lead far away.
-_MACHINERY = re.compile(
-    rf"{_OURS}|_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re|selectors|socket"
-    r"|subprocess|threading|typing|unittest|weakref"
-)
 _FRAMEWORKS = re.compile(
     r"builtins|functools|torch\w*|transformers|accelerate|\w*lightning\w*|peft|trl|timm|deepspeed"
 )
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BEFORE = ("__init__", "__new__", "__post_init__")
-
-Restore = Callable[[], None]
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
@@ -112,10 +105,11 @@ class Reached:
         # Names that the user's code reads, and what waits for them to be read.
         self._names = {"forward"}
         self._unread: dict[str, list[tuple[str, Any, bool]]] = {}
-        self._holders: list[Callable[[], Restore]] = []
+        self._places: list[tuple[str, Any]] = []
+        self._with_hooks: list[Tensor] = []
         self._seen: dict[int, Any] = {}
         self._waiting = deque((name, root, True) for name, root in roots)
-        self._own_packages = {_package_of(root) for _, root, _ in self._waiting} - {""}
+        self._own_packages = {_root_package(root) for _, root, _ in self._waiting} - {""}
         self._is_rest = False
         if known is not None:
             self._visit_modules("model", known)
@@ -125,17 +119,13 @@ class Reached:
         self._waiting.extend((*item[:2], False) for items in self._unread.values() for item in items)
         self._visit_waiting()
 
-    def hold(self) -> Restore:
+    def hold(self) -> Callable[[], None]:
         """Notes the Python state of all that was reached; returns what puts it back."""
-        restores = [holder() for holder in self._holders]
-
-        def put_back() -> None:
-            # One that fails does not keep the others from it.
-            with ExitStack() as exits:
-                for restore in restores:
-                    exits.callback(restore)
-
-        return put_back
+        snapshot = Snapshot()
+        for name, place in self._places:
+            snapshot.add(place, name)
+        snapshot.add_hooks(self._with_hooks)
+        return snapshot.put_back
 
     def _visit_waiting(self) -> None:
         while self._waiting and len(self._seen) < _MOST_OBJECTS:
@@ -171,20 +161,16 @@ class Reached:
                 rest = ((k, item) for k, item in vars(value).items() if k not in ("param_groups", "state"))
                 self._queue(rest, False)
             case Tensor():
-                self._holders.append(functools.partial(held_data, value))
+                self._places.append((name, tensor_data(value)))
                 if value.requires_grad:
-                    self._holders.append(functools.partial(held_hooks, value))
+                    self._with_hooks.append(value)
                     if value.is_leaf:
                         self.leaves.append(value)
-            case torch.Generator():
-                self._holders.append(functools.partial(_hold_generator, value))
-            case random.Random():
-                self._holders.append(functools.partial(_hold_random, value))
             case list() | deque() | set():
-                self._holders.append(functools.partial(_hold_items, value))
+                self._places.append((name, value))
                 self._visit_items(name, value, is_own)
             case dict():
-                self._holders.append(functools.partial(_hold_dict, value))
+                self._places.append((name, value))
                 if len(value) <= _MOST_ITEMS:
                     pairs = ((f"{name}[{k!r}]", v) for k, v in value.items() if not isinstance(v, _LEAVES))
                     self._queue(pairs, is_own)
@@ -195,7 +181,7 @@ class Reached:
                     self.iterators.append((name, value))
             case ModuleType():
                 if not is_library(getattr(value, "__file__", None)):
-                    self._holders.append(functools.partial(_hold_dict, vars(value)))
+                    self._places.append((name, vars(value)))
                     self._visit_attributes(name, vars(value), is_own)
             case _:
                 self._visit_object(name, value, is_own)
@@ -210,8 +196,8 @@ class Reached:
 
     def _visit_function(self, fn: FunctionType, is_own: bool) -> None:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            self._holders.append(functools.partial(_hold_cell, cell))
-            if (content := _content(cell)) is not _EMPTY:
+            self._places.append((name, cell))
+            if (content := content_of(cell)) is not UNBOUND:
                 self._queue([(name, content)], is_own)
         self._visit_items("default", fn.__defaults__ or (), is_own)
         self._queue((fn.__kwdefaults__ or {}).items(), is_own)
@@ -223,13 +209,13 @@ class Reached:
             self._waiting.extend(self._unread.pop(name, ()))
         known = fn.__globals__
         for name in sorted(global_names(fn.__code__)):
-            self._holders.append(functools.partial(_hold_key, known, name))
+            self._places.append((name, GlobalName(known, name)))
             if name in known:
                 self._queue([(name, known[name])], is_own)
 
     def _is_library_code(self, fn: FunctionType) -> bool:
         # A training script may be installed as a package of its own.
-        return is_library(fn.__code__.co_filename) and _root_of(fn.__module__) not in self._own_packages
+        return is_library(fn.__code__.co_filename) and package_of(fn.__module__) not in self._own_packages
 
     def _visit_modules(self, name: str, root: nn.Module) -> None:
         """A model's modules one by one, whatever order they were reached in."""
@@ -242,25 +228,25 @@ class Reached:
             self._queue(((name, cls) for cls in type(module).__mro__), False)
 
     def _visit_object(self, name: str, value: Any, is_own: bool) -> None:
-        if (state := _numpy_state(value)) is not None:
-            self._holders.append(state)
+        if (place := random_generator(value) or small_array(value)) is not None:
+            self._places.append((name, place))
             return
         is_own = is_own and not is_library(file_of(type(value)))
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
-            self._holders.append(functools.partial(_hold_dict, attributes))
+            self._places.append((name, attributes))
             self._visit_attributes(name, attributes, is_own)
-        if slots := slots_of(type(value)):
-            self._holders.append(functools.partial(_hold_slots, value, slots))
-            held = {slot.__name__: slot.__get__(value) for slot in slots if _has(value, slot)}
-            self._visit_attributes(name, held, is_own)
+        if (place := slot_values(value)) is not None:
+            self._places.append((name, place))
+            slots = {slot.__name__: item for slot, item in place.read().items()}
+            self._visit_attributes(name, slots, is_own)
         self._queue(((name, cls) for cls in type(value).__mro__), is_own)
 
     def _visit_class(self, name: str, cls: type, is_own: bool) -> None:
         """What all objects of a class of the user's share: its methods, and its state."""
-        if is_library(file_of(cls)) and _root_of(cls.__module__) not in self._own_packages:
+        if is_library(file_of(cls)) and package_of(cls.__module__) not in self._own_packages:
             return
-        self._holders.append(functools.partial(_hold_class, cls))
+        self._places.append((name, class_attributes(cls)))
         for key, item in list(vars(cls).items()):
             item = getattr(item, "__func__", getattr(item, "fget", getattr(item, "func", item)))
             self._when_read(key, (f"{name}.{key}", item, is_own))
@@ -282,173 +268,9 @@ class Reached:
             self._unread.setdefault(key, []).append(item)
 
 
-_EMPTY = object()
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not bound yet
-        return _EMPTY
-
-
-def _root_of(module: str | None) -> str:
-    return str(module or "").partition(".")[0]
-
-
-def _package_of(root: Any) -> str:
+def _root_package(root: Any) -> str:
     """The package of a function of the user's; empty for one of a framework's."""
     while isinstance(root, functools.partial):
         root = root.func
-    package = _root_of(getattr(root, "__module__", None)) if callable(root) else ""
+    package = package_of(getattr(root, "__module__", None)) if callable(root) else ""
     return "" if _FRAMEWORKS.fullmatch(package) else package
-
-
-def is_machinery(value: Any) -> bool:
-    """Whether a value is none of the user's: a lock, a logger, something of ours."""
-    package = value.__module__ if isinstance(value, (FunctionType, type)) else type(value).__module__
-    is_machinery = _MACHINERY.fullmatch(_root_of(package)) is not None
-    return is_machinery and not isinstance(value, (nn.Module, Tensor))
-
-
-def _has(value: Any, slot: Any) -> bool:
-    try:
-        slot.__get__(value)
-    except AttributeError:
-        return False
-    return True
-
-
-def _numpy_state(value: Any) -> Callable[[], Restore] | None:
-    """How to hold a NumPy array or generator, without importing NumPy."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.ndarray):
-        return functools.partial(_hold_array, value)
-    if not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
-        return None
-    bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator
-
-    def hold() -> Restore:
-        state = bits.state
-        return lambda: setattr(bits, "state", state)
-
-    return hold
-
-
-_MOST_ARRAY_BYTES = 1 << 20
-"""Larger arrays are data, which steps read."""
-
-
-def _hold_array(array: Any) -> Restore:
-    if array.nbytes > _MOST_ARRAY_BYTES or not array.flags.writeable:
-        return lambda: None
-    then = array.copy()
-
-    def restore() -> None:
-        array[...] = then
-
-    return restore
-
-
-def _hold_generator(generator: torch.Generator) -> Restore:
-    state = generator.get_state()
-
-    def restore() -> None:
-        generator.set_state(state)
-
-    return restore
-
-
-def _hold_random(generator: random.Random) -> Restore:
-    state = generator.getstate()
-    return lambda: generator.setstate(state)
-
-
-# Containers are filled again in place, and only where they changed: others refer to them.
-# By identity, since items may refuse to be compared; by the built-in class's own methods, since a subclass may refuse
-# to be changed.
-
-
-def _is_unchanged(place: Any, then: Any) -> bool:
-    return len(place) == len(then) and all(map(is_, place, then))
-
-
-def _hold_items(place: list[Any] | deque[Any] | set[Any]) -> Restore:
-    then = list(place)
-    built_in: Any = next(kind for kind in (list, deque, set) if isinstance(place, kind))
-
-    def restore() -> None:
-        if not _is_unchanged(place, then):
-            built_in.clear(place)
-            fill: Any = built_in.update if built_in is set else built_in.extend
-            fill(place, then)
-
-    return restore
-
-
-def _hold_dict(place: dict[Any, Any]) -> Restore:
-    then = dict(place)
-
-    def restore() -> None:
-        if not (_is_unchanged(place, then) and _is_unchanged(place.values(), then.values())):
-            built_in = OrderedDict if isinstance(place, OrderedDict) else dict
-            built_in.clear(place)
-            for key, value in then.items():
-                built_in.__setitem__(place, key, value)
-
-    return restore
-
-
-def _hold_class(cls: type) -> Restore:
-    then = {key: value for key, value in vars(cls).items() if not key.startswith("__")}
-
-    def restore() -> None:
-        for key in [key for key in vars(cls) if not key.startswith("__") and key not in then]:
-            type.__delattr__(cls, key)
-        for key, value in then.items():
-            if vars(cls).get(key, _EMPTY) is not value:
-                type.__setattr__(cls, key, value)
-
-    return restore
-
-
-def _hold_cell(cell: CellType) -> Restore:
-    then = _content(cell)
-
-    def restore() -> None:
-        if _content(cell) is then:
-            return
-        if then is _EMPTY:
-            del cell.cell_contents
-        else:
-            cell.cell_contents = then
-
-    return restore
-
-
-def _hold_key(place: dict[str, Any], key: str) -> Restore:
-    then = place.get(key, _EMPTY)
-
-    def restore() -> None:
-        if then is _EMPTY:
-            place.pop(key, None)
-        elif place.get(key, _EMPTY) is not then:
-            place[key] = then
-
-    return restore
-
-
-def _hold_slots(owner: Any, slots: tuple[Any, ...]) -> Restore:
-    then = {slot: slot.__get__(owner) for slot in slots if _has(owner, slot)}
-
-    def restore() -> None:
-        for slot in slots:
-            if slot not in then:
-                if _has(owner, slot):
-                    slot.__delete__(owner)
-            elif not _has(owner, slot) or slot.__get__(owner) is not then[slot]:
-                slot.__set__(owner, then[slot])
-
-    return restore

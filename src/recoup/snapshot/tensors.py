@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from recoup.tensors import num_owners, plain_tensors, storages
+from recoup.tensors import num_owners, plain_tensors
 from recoup.torch_private import without_modes
 
-__all__ = ["HeldStorage", "HeldValues", "held_data", "held_gradient", "held_hooks"]
+__all__ = ["HeldStorage", "HeldValues", "held_gradient", "hold_hooks"]
 
 # The tensor itself, and the Python object of its storage.
 _NUM_OWNERS_OF_OWN_STORAGE = 2
@@ -190,31 +190,25 @@ def held_gradient(parameter: Tensor) -> Callable[[], None]:
     return restore
 
 
-def held_data(tensor: Tensor) -> Callable[[], None]:
-    """Notes a tensor's own storage, which ``tensor.data = …`` replaces; returns what gives it back."""
-    then = tensor.data
+def hold_hooks(tensors: list[Tensor]) -> Callable[[], None]:
+    """Notes the hooks on the gradients of tensors; returns what removes others, as often as it is called."""
+    then = {id(t): [hooks and hooks.copy() for hooks in _hooks_of(t)] for t in tensors if any(_hooks_of(t))}
 
     def restore() -> None:
-        if [one._cdata for one in storages(tensor.data)] != [one._cdata for one in storages(then)]:
-            tensor.data = then
+        for tensor in tensors:
+            for position, hooks in enumerate(_hooks_of(tensor)):
+                if hooks:
+                    before = then.get(id(tensor), (None, None))[position] or {}
+                    # In place: autograd, and the handles that remove hooks, know this dictionary.
+                    if list(hooks) != list(before):
+                        hooks.clear()
+                        hooks.update(before)
 
     return restore
 
 
-def held_hooks(tensor: Tensor) -> Callable[[], None]:
-    """Notes the hooks on a tensor's gradient; returns what takes others off, as often as it is called."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    then = {name: dict(getattr(tensor, name, None) or {}) for name in names}
-
-    def restore() -> None:
-        for name, hooks in then.items():
-            now = getattr(tensor, name, None)
-            # In place: autograd, and the handles that remove hooks, know this dictionary.
-            if now is not None and list(now) != list(hooks):
-                now.clear()
-                now.update(hooks)
-
-    return restore
+def _hooks_of(tensor: Tensor) -> tuple[Any, Any]:
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 def _may_leave_device(gradient: Tensor) -> bool:

@@ -209,7 +209,7 @@ def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep
     clock = _Clock(fakes, hardware)
     with ExitStack() as stack:
         # An empty model: the copy may change. What its code shares with the original may not, nor random numbers.
-        stack.enter_context(preserving(nn.Module(), reached=step.reach()))
+        stack.enter_context(preserving(nn.Module(), reached=step.reached))
         stack.enter_context(fakes.mode)
         stack.enter_context(clock)
         if hardware.device_type == "cuda":
