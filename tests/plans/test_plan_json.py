@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from measuring.test_saving import profile_of
 from models import GPT, assert_same, plainly, train
 from planning.problems import random_problem, small_problems
+from plans.test_profile_json import profile_of
 
 import recoup
 from recoup.engines import ModelPlan

@@ -1,34 +1,35 @@
-"""Versioned JSON documents of dataclasses: one header for all, and a clear refusal of whatever is not ours."""
+"""Versioned JSON documents of dataclasses: the one place that writes and reads them.
+
+`encode` and `decode` follow a dataclass's fields and their types: nested dataclasses, tuples (as lists), enums (by
+value), numbers, text and `None`. Fields at their defaults are left out. Reading is strict: unknown and missing fields
+and values of another type are refused, with the path to them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
-from typing import Any, TypeVar
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, fields
+from enum import Enum
+from functools import cache
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from recoup.errors import EncodingError, RecoupError
 
-__all__ = [
-    "build",
-    "build_typed",
-    "expect_fields",
-    "expect_keys",
-    "expect_list",
-    "plain",
-    "read_document",
-    "write_document",
-]
-
-_SCALARS: dict[str, tuple[type, ...]] = {
-    "bool": (bool,),
-    "float": (int, float),
-    "int": (int,),
-    "str": (str,),
-    "str | None": (str, type(None)),
-}
+__all__ = ["decode", "encode", "expect_keys", "expect_list", "read_document", "write_document"]
 
 _T = TypeVar("_T")
+
+
+class _DamageError(ValueError):
+    """Content that does not fit, and the path to it from the document's body."""
+
+    path = ""
+
+
+# Documents
 
 
 def write_document(format_name: str, version: int, kind: str, body: object, *, indent: int | None) -> str:
@@ -52,13 +53,14 @@ def read_document(
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in decoders:
         raise EncodingError(f"Unknown kind {kind!r}; expected one of {', '.join(decoders)}.")
-    expect_keys("The document", document, {"format", "version", "kind", kind})
     try:
+        expect_keys("The document", document, {"format", "version", "kind", kind})
         return decoders[kind](document[kind])
     except EncodingError:
         raise
     except (RecoupError, TypeError, ValueError, AttributeError, LookupError) as error:
-        raise EncodingError(f"The {kind} is damaged: {error}") from error
+        where = f" at {error.path.lstrip('.')}" if isinstance(error, _DamageError) and error.path else ""
+        raise EncodingError(f"The {kind} is damaged{where}: {error}") from error
 
 
 def _expect_header(document: Any, format_name: str, version: int) -> None:
@@ -79,61 +81,145 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number that a problem may hold")
 
 
-def plain(value: Any) -> dict[str, Any]:
-    """A dataclass's fields, without those that are at their defaults."""
-    items = ((item, getattr(value, item.name)) for item in fields(value))
-    return {item.name: content for item, content in items if content != item.default}
+# Dataclasses
+
+
+def encode(value: Any) -> Any:
+    """A value as what JSON knows; of a dataclass the fields that are not at their defaults.
+
+    >>> from recoup.planning.problem import Link
+    >>> encode(Link("host", send_bytes_per_s=2.0, fetch_bytes_per_s=1.0))
+    {'name': 'host', 'send_bytes_per_s': 2.0, 'fetch_bytes_per_s': 1.0}
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case tuple():
+            return [encode(item) for item in value]
+        case Enum():
+            return value.value
+    kind: Any = type(value)
+    defaults = _layout(kind).defaults
+    items = ((name, getattr(value, name)) for name in defaults)
+    return {name: encode(content) for name, content in items if content != defaults[name]}
+
+
+def decode(kind: type[_T], body: Any) -> _T:
+    """A dataclass from what `encode` made of it. The values of a class that checks them itself are left to it.
+
+    Raises:
+        ValueError: a field is unknown, missing or of another type.
+        RecoupError: the class refuses a value.
+
+    >>> from recoup.planning.problem import Link
+    >>> link = Link("host", send_bytes_per_s=2.0, fetch_bytes_per_s=1.0)
+    >>> decode(Link, encode(link)) == link
+    True
+    """
+    layout = _layout(kind)  # type: ignore[arg-type]
+    required = [name for name, default in layout.defaults.items() if default is MISSING]
+    expect_keys(layout.what, body, layout.types, required)
+    return kind(**{name: _read(layout, name, layout.types[name], item) for name, item in body.items()})
+
+
+class _Layout(NamedTuple):
+    """What a dataclass consists of."""
+
+    what: str
+    checks_itself: bool
+    types: dict[str, Any]
+    defaults: dict[str, Any]
+    """By field; of a field without one, `MISSING`."""
+
+
+@cache
+def _layout(kind: Any) -> _Layout:
+    noun = re.findall("[A-Z][a-z]*", kind.__name__)[-1].lower()
+    article = "The" if noun.endswith("s") else "An" if noun[0] in "aeio" else "A"
+    types, defaults = get_type_hints(kind), {item.name: item.default for item in fields(kind)}
+    return _Layout(
+        what=f"{article} {noun}",
+        checks_itself=hasattr(kind, "__post_init__") or not kind.__dataclass_params__.init,
+        types={name: types[name] for name in defaults},
+        defaults=defaults,
+    )
+
+
+def _read(owner: _Layout, name: str, kind: Any, item: Any) -> Any:
+    """A value of a field, or of a row in a field."""
+    if kind in _LEAVES:
+        if not owner.checks_itself:
+            _expect_leaf(owner.what, name, kind, item)
+        return _as_tuple(item)
+    if get_origin(kind) is tuple:
+        rows, [row_kind, _] = expect_list(name, item), get_args(kind)
+        return tuple(_read(owner, f"{name}[{index}]", row_kind, row) for index, row in enumerate(rows))
+    if NoneType in get_args(kind):
+        return None if item is None else _read(owner, name, get_args(kind)[0], item)
+    if issubclass(kind, Enum):
+        return kind(item)
+    try:
+        return decode(kind, item)
+    except _DamageError as error:
+        error.path = f".{name}{error.path}"
+        raise
+
+
+def _as_tuple(item: Any) -> Any:
+    return tuple(map(_as_tuple, item)) if isinstance(item, list) else item
+
+
+def _is_whole(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _is_row_of_names(item: Any) -> bool:
+    return isinstance(item, list) and all(isinstance(name, str) for name in item)
+
+
+def _is_shape(item: Any) -> bool:
+    match item:
+        case [str(), [*sizes]]:
+            return all(_is_whole(size) and size >= 0 for size in sizes)
+    return False
+
+
+_LEAVES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("a bool", lambda item: isinstance(item, bool)),
+    int: ("a int", _is_whole),
+    float: ("a float", lambda item: isinstance(item, float) or _is_whole(item)),
+    str: ("a str", lambda item: isinstance(item, str)),
+    int | None: ("a int | None", lambda item: item is None or _is_whole(item)),
+    str | None: ("a str | None", lambda item: isinstance(item, str | None)),
+    tuple[str, ...]: ("a list of names", _is_row_of_names),
+    tuple[str, tuple[int, ...]]: ("a name and a list of sizes", _is_shape),
+}
+"""Types that are read as they are, what to call each, and which values have it."""
+
+
+def _expect_leaf(what: str, name: str, kind: Any, item: Any) -> None:
+    wanted, fits = _LEAVES[kind]
+    is_size = name.endswith("_bytes")
+    if not fits(item) or (is_size and (item or 0) < 0):
+        raise _DamageError(f"{what}'s {name!r} should be {wanted}{' of at least 0' * is_size}; got {item!r}.")
 
 
 def expect_keys(
-    what: str, body: Any, allowed: set[str], required: set[str] | None = None
-) -> Mapping[str, Any]:
+    what: str, body: Any, allowed: Collection[str], required: Collection[str] | None = None
+) -> None:
     """An object with the allowed keys, all of which are required unless ``required`` says which are."""
     if not isinstance(body, dict):
-        raise EncodingError(f"{what} should be an object; got {type(body).__name__}.")
-    missing, unknown = (allowed if required is None else required) - set(body), set(body) - allowed
+        raise _DamageError(f"{what} should be an object; got {type(body).__name__}.")
+    missing = [name for name in (allowed if required is None else required) if name not in body]
+    unknown = [name for name in body if name not in allowed]
     if missing or unknown:
         parts = [f"lacks {', '.join(sorted(missing))}"] if missing else []
         parts += [f"has unknown {', '.join(sorted(unknown))}"] if unknown else []
-        raise EncodingError(f"{what} {' and '.join(parts)}.")
-    return body
+        raise _DamageError(f"{what} {' and '.join(parts)}.")
 
 
 def expect_list(what: str, body: Any) -> list[Any]:
     """A list."""
     if not isinstance(body, list):
-        raise EncodingError(f"{what} should be a list; got {type(body).__name__}.")
+        raise _DamageError(f"{what} should be a list; got {type(body).__name__}.")
     return body
-
-
-def build(kind: type[_T], body: Any, **nested: Any) -> _T:
-    """Makes a dataclass from its fields; lists become tuples, missing fields their defaults."""
-    names = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    expect_keys(f"A {kind.__name__.lower()}", body, names, set())
-    content = {name: tuple(item) if isinstance(item, list) else item for name, item in body.items()}
-    return kind(**{**content, **nested})
-
-
-def expect_fields(what: str, kind: type[Any], body: Any) -> None:
-    """An object with a dataclass's fields, of which those with defaults may be left out."""
-    names = {item.name for item in fields(kind)}
-    expect_keys(what, body, names, {item.name for item in fields(kind) if _is_required(item)})
-
-
-def _is_required(item: Field[Any]) -> bool:
-    return item.default is MISSING and item.default_factory is MISSING
-
-
-def build_typed(what: str, kind: type[_T], body: Any, **nested: Any) -> _T:
-    """Makes a dataclass from its fields, of which the plain ones must be of the type that they are declared with."""
-    expect_fields(what, kind, body)
-    for item in fields(kind):  # type: ignore[arg-type]
-        expected = _SCALARS.get(str(item.type))
-        if expected is None or item.name not in body or item.name in nested:
-            continue
-        value = body[item.name]
-        fits = isinstance(value, expected) and isinstance(value, bool) == (expected == (bool,))
-        if not fits or (item.name.endswith("_bytes") and value < 0):
-            least = " of at least 0" if item.name.endswith("_bytes") else ""
-            raise EncodingError(f"{what}'s {item.name!r} should be a {item.type}{least}; got {value!r}.")
-    return build(kind, body, **nested)

@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 from recoup.errors import EncodingError
-from recoup.planning.actions import Action, Backward, Drop, Fetch, Forward, Keep, Send, Value, Wait
-from recoup.planning.documents import (
-    build,
-    build_typed,
-    expect_keys,
-    expect_list,
-    plain,
-    read_document,
-    write_document,
-)
+from recoup.planning.actions import Action
+from recoup.planning.documents import decode, encode, expect_keys, expect_list, read_document, write_document
 from recoup.planning.plan import Plan
-from recoup.planning.problem import Link, Option, Problem, Unit
+from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.solvers import SOLVERS
@@ -30,30 +22,21 @@ from recoup.planning.solvers.bounds import relaxed_bound
 __all__ = [
     "FORMAT_VERSION",
     "decode_plan",
-    "decode_problem",
     "encode_plan",
-    "encode_problem",
     "from_json",
     "to_json",
 ]
 
 FORMAT_VERSION = 1
 _FORMAT = "recoup.planning"
-_ACTIONS: dict[str, type[Action]] = {
-    "forward": Forward,
-    "backward": Backward,
-    "drop": Drop,
-    "send": Send,
-    "fetch": Fetch,
-    "wait": Wait,
-}
+_ACTIONS: dict[str, type[Action]] = {kind.__name__.lower(): kind for kind in get_args(Action)}
 _SAME_SECONDS = 1e-9
-_ACTION_NAMES = {kind: name for name, kind in _ACTIONS.items()}
 
 
 def to_json(value: Problem | Schedule | Plan, *, indent: int | None = None) -> str:
     """Writes a problem, a schedule or a plan.
 
+    >>> from recoup.planning.actions import Forward
     >>> to_json(Schedule([Forward(0)]))[-43:]
     '"schedule": [{"do": "forward", "unit": 0}]}'
     """
@@ -67,12 +50,13 @@ def from_json(text: str) -> Problem | Schedule | Plan:
     Raises:
         EncodingError: if the text is not JSON, not ours, of another version, incomplete or altered.
 
+    >>> from recoup.planning.actions import Backward, Forward
     >>> schedule = Schedule([Forward(0), Backward(0, option=1)])
     >>> from_json(to_json(schedule)) == schedule
     True
     """
     decoders: dict[str, Callable[[Any], Problem | Schedule | Plan]]
-    decoders = {"problem": decode_problem, "schedule": _schedule, "plan": decode_plan}
+    decoders = {"problem": partial(decode, Problem), "schedule": _schedule, "plan": decode_plan}
     return read_document(text, _FORMAT, FORMAT_VERSION, decoders)
 
 
@@ -82,33 +66,26 @@ def from_json(text: str) -> Problem | Schedule | Plan:
 def _encode(value: Problem | Schedule | Plan) -> tuple[str, object]:
     match value:
         case Problem():
-            return "problem", encode_problem(value)
+            return "problem", encode(value)
         case Schedule():
-            return "schedule", [_encode_action(action) for action in value]
+            return "schedule", _encode_schedule(value)
         case Plan():
             return "plan", encode_plan(value)
     raise EncodingError(f"Only problems, schedules and plans become JSON; got {type(value).__name__}.")
 
 
-def encode_problem(problem: Problem) -> dict[str, Any]:
-    """A problem as what JSON knows; fields at their defaults are left out."""
-    units = [{**plain(unit), "options": [plain(option) for option in unit.options]} for unit in problem.units]
-    return {**plain(problem), "units": units, "links": [plain(link) for link in problem.links]}
-
-
-def _encode_action(action: Action) -> dict[str, Any]:
-    body = {name: getattr(item, "value", item) for name, item in plain(action).items()}
-    return {"do": _ACTION_NAMES[type(action)], **body}
+def _encode_schedule(schedule: Schedule) -> list[dict[str, Any]]:
+    return [{"do": type(action).__name__.lower(), **encode(action)} for action in schedule]
 
 
 def encode_plan(plan: Plan) -> dict[str, Any]:
     """A plan as what JSON knows."""
     body = {
-        "problem": encode_problem(plan.problem),
+        "problem": encode(plan.problem),
         "budget_bytes": plan.budget_bytes,
-        "schedule": [_encode_action(action) for action in plan.schedule],
+        "schedule": _encode_schedule(plan.schedule),
         "solver": plan.solver,
-        "bound": plain(plan.bound),
+        "bound": encode(plan.bound),
         "predicted": {"seconds": plan.predicted.seconds, "peak_bytes": plan.predicted.peak_bytes},
     }
     return {**body, "checksum": _checksum(body)}
@@ -123,18 +100,6 @@ def _checksum(body: Mapping[str, Any]) -> int:
 # Reading
 
 
-def decode_problem(body: Any) -> Problem:
-    """A problem from what `encode_problem` made of it."""
-    expect_keys("A problem", body, {item.name for item in fields(Problem)}, {"units"})
-    units = []
-    for unit in expect_list("units", body["units"]):
-        expect_keys("A unit", unit, {item.name for item in fields(Unit)}, {"name", "options", "output_bytes"})
-        options = [build(Option, option) for option in expect_list("options", unit["options"])]
-        units.append(build(Unit, unit, options=options))
-    links = [build(Link, link) for link in expect_list("links", body.get("links", []))]
-    return build(Problem, body, units=units, links=links)
-
-
 def _schedule(body: Any) -> Schedule:
     return Schedule(_action(action) for action in expect_list("A schedule", body))
 
@@ -145,28 +110,24 @@ def _action(body: Any) -> Action:
     content = {name: item for name, item in body.items() if name != "do"}
     if not isinstance(content.get("unit"), int):
         raise EncodingError(f"An action should name its unit's index; got {body!r}.")
-    if "keep" in content:
-        content["keep"] = Keep(content["keep"])
-    if "value" in content:
-        content["value"] = Value(content["value"])
-    return build(_ACTIONS[body["do"]], content)
+    return decode(_ACTIONS[body["do"]], content)
 
 
-def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
+def decode_plan(body: Any, *, shared: tuple[Problem, Any] | None = None) -> Plan:
     """A plan from what `encode_plan` made of it, simulated again.
 
     Args:
         body: the plan's fields.
-        problem: that it is for, where its own is left out.
+        shared: the problem that it is for, and how that is written, where the plan's own is left out.
     """
-    names = {"budget_bytes", "schedule", "solver", "bound", "predicted"} | (
-        {"problem"} if problem is None else set()
-    )
+    names = {"budget_bytes", "schedule", "solver", "bound", "predicted"}
+    names |= set() if shared else {"problem"}
     expect_keys("A plan", body, {*names, "checksum"}, names)
-    problem = decode_problem(body["problem"]) if problem is None else problem
+    problem, written = shared or (decode(Problem, body["problem"]), body["problem"])
     schedule = _schedule(body["schedule"])
     predicted = simulate(problem, schedule)
-    claimed = expect_keys("A plan's figures", body["predicted"], {"seconds", "peak_bytes"})
+    claimed = body["predicted"]
+    expect_keys("A plan's figures", claimed, {"seconds", "peak_bytes"})
     if (predicted.seconds, predicted.peak_bytes) != (claimed["seconds"], claimed["peak_bytes"]):
         raise EncodingError(
             f"The plan says {claimed['seconds']} s and {claimed['peak_bytes']} bytes, but its schedule takes"
@@ -177,12 +138,13 @@ def decode_plan(body: Any, *, problem: Problem | None = None) -> Plan:
         budget_bytes=body["budget_bytes"],
         schedule=schedule,
         solver=body["solver"],
-        bound=build_typed("A bound", Bound, body["bound"]),
+        bound=decode(Bound, body["bound"]),
         predicted=predicted,
     )
     _check_claims(plan)
-    # Plans of version 0.2 have none.
-    checksum = _checksum({**body, "problem": encode_problem(problem)})
+    # Of what is written, so that a field that a later version adds or leaves out does not matter. Plans of version 0.2
+    # have none.
+    checksum = _checksum({**body, "problem": written})
     if body.get("checksum", checksum) != checksum:
         raise EncodingError("The plan's 'checksum' is not that of its content: it has been altered.")
     return plan

@@ -134,7 +134,7 @@ class Option:
         return self.held_bytes > 0 or self.holds_output
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Unit:
     """A module call (or a time step) that the plan decides about as a whole.
 
@@ -277,7 +277,7 @@ class Unit:
         return self.lightest.held_bytes + self.lightest.forward_transient_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Problem:
     """A training step in numbers: all that the planner knows.
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from recoup.errors import EncodingError
-from recoup.planning.documents import expect_keys, read_document, write_document
+from recoup.planning.documents import encode, expect_keys, read_document, write_document
 from recoup.planning.encoding import decode_plan, encode_plan
 from recoup.plans.model_plan import ModelPlan
-from recoup.plans.profile_json import decode_profile, encode_profile
+from recoup.plans.profile_json import decode_profile
 
 __all__ = ["FORMAT_VERSION", "plan_from_json", "plan_to_json"]
 
@@ -29,7 +29,7 @@ def plan_to_json(plan: ModelPlan, *, indent: int | None = None) -> str:
     schedule = encode_plan(plan.schedule)
     del schedule["problem"]
     body = {
-        "profile": encode_profile(plan.profile),
+        "profile": encode(plan.profile),
         "schedule": schedule,
         "budget_bytes": plan.budget_bytes,
         "checksum": _checksum(plan.budget_bytes, schedule),
@@ -50,7 +50,7 @@ def _decode(body: Any) -> ModelPlan:
     names = {"profile", "schedule", "budget_bytes"}
     expect_keys("A plan", body, {*names, "checksum"}, names)
     profile = decode_profile(body["profile"])
-    schedule = decode_plan(body["schedule"], problem=profile.problem)
+    schedule = decode_plan(body["schedule"], shared=(profile.problem, body["profile"]["problem"]))
     budget_bytes = body["budget_bytes"]
     if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
         raise EncodingError(f"A plan's 'budget_bytes' should be a number of bytes; got {budget_bytes!r}.")
