@@ -1,4 +1,4 @@
-"""Live and peak bytes of a device: exact storages on the CPU, the allocator's own statistics on CUDA."""
+"""Live and peak bytes and seconds of a device: tracked storages on the CPU, the allocator's statistics on CUDA."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import nn
 from torch.autograd import grad as run_grad
 
-from recoup.devices.host_memory import host_memory
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
 from recoup.tensors import tensors_in
 from recoup.torch_private import keep_device_busy
 
-__all__ = ["Meter", "Parts", "Timing", "device_of", "make_meter", "without_collections"]
+__all__ = ["Meter", "Parts", "Timing", "device_of", "gc_disabled", "make_meter"]
 
 _QUEUE_S = 0.002
-"""The host gets ahead of the device meanwhile, and the first run of a unit keeps it there."""
+"""How long the device's queue is filled before a run, so that the host gets ahead of the device."""
 _MOST_QUEUE_S = 0.1
 _CYCLES_PER_S = 2_000_000_000
 
-
 Parts = Sequence[Callable[[], Any]]
-"""Code to be run piece by piece."""
+"""A run in parts, which are timed one by one."""
 
 
 class Timing(NamedTuple):
-    """How long some code keeps the device busy, and the host.
+    """How long some code takes the device and the host.
 
     Attributes:
-        device_s: from its first operation on the device to its last, if the host is ahead of it.
-        host_s: until the host has told the device all of it, or waited for the device where the code does; 0 where
-            the device is the host, or where it is not known.
+        device_s: from the first operation on the device to the last, with the host ahead of the device.
+        host_s: until the host has launched everything, synchronizations included; 0 where the device is the host,
+            and where this is not known.
     """
 
     device_s: float
@@ -47,59 +46,63 @@ class Timing(NamedTuple):
 
 
 class Meter(ABC):
-    """Reads a device's memory while code runs inside `watching`, and times code outside it."""
+    """Reads a device's memory inside `watching`, and times code outside of it."""
 
     rounding_bytes = 1
-    """What sizes are rounded up to by the device's allocator."""
+    """The device's allocator rounds sizes up to a multiple of this."""
     workspace_bytes = 0
-    """What the device's libraries will hold, where `live_bytes` does not show it."""
+    """Bytes that the device's libraries will allocate, where `live_bytes` does not show them."""
     sees_residents = False
-    """Whether `live_bytes` counts what lived before."""
+    """Whether `live_bytes` counts what was allocated before `watching` began."""
     is_estimate = False
-    """Whether seconds are worked out and not measured."""
+    """Whether seconds are computed, not measured."""
+
+    def rounded(self, num_bytes: int) -> int:
+        """The bytes that the allocator takes for a size."""
+        return -(-num_bytes // self.rounding_bytes) * self.rounding_bytes
 
     @property
     @abstractmethod
     def device_name(self) -> str:
-        """How reports call the device."""
+        """The device's name in reports."""
 
     @abstractmethod
     def watching(self) -> Any:
-        """A context inside which `live_bytes` and `peak_bytes` can be read."""
+        """A context in which `live_bytes` and `peak_bytes` can be read."""
 
     @abstractmethod
     def live_bytes(self) -> int:
-        """Bytes that live now."""
+        """Bytes that are allocated now."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The most bytes that lived since `begin`."""
+        """The most bytes that were allocated at once since `begin`."""
 
     @abstractmethod
     def begin(self) -> int:
-        """Starts a new peak from what lives now; returns its bytes."""
+        """Starts a new peak; returns the bytes that are allocated now."""
 
     @abstractmethod
     def stamp(self) -> Any:
-        """A point in time, in the order in which the device works."""
+        """A point in the device's time."""
 
     @abstractmethod
     def elapsed_s(self, first: Any, second: Any) -> float:
-        """Seconds between two points in time."""
+        """Seconds between two stamps."""
 
     @abstractmethod
     def fill_queue(self, seconds: float = _QUEUE_S) -> None:
-        """Keeps the device busy while the host gets ahead of it, as in the middle of a step."""
+        """Keeps the device busy for some seconds, so that the host gets ahead of it, as in the middle of a step."""
 
     def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
-        """Times several runs of the same parts, one behind the other; part by part, the medians.
+        """Times several runs in a row; returns the medians, part by part.
 
         Args:
             make_run: makes the parts of a run, right before it.
-            repeats: how many runs count.
-            warm_up: how many do not, before these.
+            repeats: number of runs that count.
+            warm_up: number of runs before these, which do not count.
         """
-        with without_collections():
+        with gc_disabled():
             for _ in range(warm_up):
                 self._stamped(make_run())
             return [Timing(seconds, 0.0) for seconds in self._medians(make_run, repeats)]
@@ -118,33 +121,33 @@ class Meter(ABC):
 
     def time_step(self, run: Callable[[], Any]) -> Timing:
         """Times a whole step, from an idle device to an idle device."""
-        with without_collections():
+        with gc_disabled():
             first = self.stamp()
             run()
             return Timing(self.elapsed_s(first, self.stamp()), 0.0)
 
     def make_room(self) -> None:
-        """Gives back what lies in cycles and caches, after something did not fit."""
+        """Collects garbage and empties caches, after something did not fit."""
         gc.collect()
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """What the device could still give; 0 if that is not known."""
+        """Bytes that can still be allocated; 0 if that is not known."""
 
     @abstractmethod
     def total_bytes(self) -> int:
-        """All that the device has; 0 if that is not known."""
+        """The device's memory; 0 if that is not known."""
 
 
 class CpuMeter(Meter):
-    """Exact bytes of storages, by a tracker. What lived before counts zero."""
+    """Exact bytes of storages, by a tracker. What was allocated before counts zero."""
 
     def __init__(self) -> None:
         self._tracker: MemoryTracker | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Counts storages made inside."""
+        """Counts the storages that are made in the block."""
         with self.make_tracker() as tracker:
             self._tracker = tracker
             try:
@@ -153,7 +156,7 @@ class CpuMeter(Meter):
                 self._tracker = None
 
     def make_tracker(self) -> MemoryTracker:
-        """What counts inside `watching`."""
+        """Makes the tracker for a `watching` block."""
         return MemoryTracker()
 
     @property
@@ -162,7 +165,7 @@ class CpuMeter(Meter):
 
     @property
     def tracker(self) -> MemoryTracker:
-        """The tracker of the present `watching`."""
+        """The tracker of the current `watching` block."""
         assert self._tracker is not None, "read a CPU's memory inside watching()"
         return self._tracker
 
@@ -186,14 +189,21 @@ class CpuMeter(Meter):
         return second - first
 
     def free_bytes(self) -> int:
-        return host_memory().free_bytes
+        return _host_memory("available")
 
     def total_bytes(self) -> int:
-        return host_memory().total_bytes
+        return _host_memory("total")
+
+
+def _host_memory(field: str) -> int:
+    try:
+        return int(getattr(psutil.virtual_memory(), field))
+    except (OSError, RuntimeError):  # a sandbox without /proc, a system that psutil does not know
+        return 0
 
 
 class CudaMeter(Meter):
-    """The caching allocator's statistics: what every tensor really takes, with its rounding."""
+    """The caching allocator's own statistics, with its rounding."""
 
     rounding_bytes = 512
     sees_residents = True
@@ -217,7 +227,7 @@ class CudaMeter(Meter):
         return self._allocated_bytes("peak")
 
     def _allocated_bytes(self, when: str) -> int:
-        # As nested dictionaries: to make them flat takes torch longer, and leaves a cycle behind each time.
+        # Nested: torch takes longer to flatten the dictionaries, and leaves a reference cycle each time.
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(found["allocated_bytes"]["all"][when])
 
@@ -227,9 +237,9 @@ class CudaMeter(Meter):
         return self.live_bytes()
 
     def _wait_for_autograd(self) -> None:
-        """Waits until the thread that runs backwards has let go of the last one, which it may after that returned.
+        """Waits until autograd's thread has freed the last graph, which may be after that backward has returned.
 
-        It takes up this empty one only then.
+        The thread starts this empty backward only then.
         """
         with torch.enable_grad():
             start = torch.empty(0, device=self.device, requires_grad=True)
@@ -239,35 +249,35 @@ class CudaMeter(Meter):
         keep_device_busy(round(min(seconds, _MOST_QUEUE_S) * _CYCLES_PER_S))
 
     def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
-        """Times the device with the host ahead of it, by as much as the runs that warm up took the host.
+        """Fills the queue for as long as the runs will take the host, judging by the warm-up, then times the device.
 
-        The host counts with its fastest run; but if there is none to warm up, and that took so long that the host may
-        have waited for the device, with nothing. Two runs tell all there is to know about the device.
+        `host_s` is that of the host's fastest run. It is 0 (unknown) if there was no warm-up and the runs took so long
+        that the host may have waited for the device. More than two runs would add nothing for the device.
         """
         repeats = min(repeats, 2)
         host_s: list[list[float]] = []
 
-        def noted(part: Callable[[], Any]) -> Callable[[], None]:
+        def timed(part: Callable[[], Any]) -> Callable[[], None]:
             return lambda: host_s[-1].append(_host_s(part))
 
-        def make_noted() -> Parts:
+        def make_timed() -> Parts:
             host_s.append([])
-            return [noted(part) for part in make_run()]
+            return [timed(part) for part in make_run()]
 
-        with without_collections():
+        with gc_disabled():
             for _ in range(warm_up):
-                for part in make_noted():
+                for part in make_timed():
                     part()
             ahead_s = max(_QUEUE_S, repeats * max(map(sum, host_s), default=0.0))
             self.fill_queue(ahead_s)
-            device_s = self._medians(make_noted, repeats)
+            device_s = self._medians(make_timed, repeats)
         fastest_s = [min(column) for column in zip(*host_s, strict=True)]
         is_known = warm_up > 0 or sum(fastest_s) < ahead_s
         return list(map(Timing, device_s, fastest_s if is_known else [0.0] * len(device_s)))
 
     def time_step(self, run: Callable[[], Any]) -> Timing:
         torch.cuda.synchronize(self.device)
-        with without_collections():
+        with gc_disabled():
             first = self.stamp()
             host_s = _host_s(run)
             return Timing(self.elapsed_s(first, self.stamp()), host_s)
@@ -295,8 +305,8 @@ class CudaMeter(Meter):
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for cycles now and then: it takes as long as a step, and what it frees is anyone's."""
+def gc_disabled() -> Iterator[None]:
+    """Disables the garbage collector: a collection would distort timings and free unrelated memory."""
     is_on = gc.isenabled()
     gc.disable()
     try:

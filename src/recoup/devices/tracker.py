@@ -1,4 +1,4 @@
-"""Exact bytes of the tensors that a block of code makes, on any device, by watching storages live and die."""
+"""Exact bytes of the storages that a block of code allocates, on any device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from recoup.sizes import format_bytes
 from recoup.tensors import storages
-from recoup.torch_private import TorchDispatchMode
+from recoup.torch_private import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = ["MemoryTracker"]
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
-    """A storage that passed by: what it measured before it counted, and the bytes that count now."""
+    """A storage that an operation read or made: its size, the part that existed before, and the bytes that count."""
 
     __slots__ = ("base_bytes", "counted_bytes", "is_recent", "key", "num_bytes")
     key: int
@@ -28,18 +28,18 @@ class _Seen(weakref.ref[torch.UntypedStorage]):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of storages made inside it while they live: each once, however many tensors view it.
+    """Counts the bytes of storages allocated in a ``with`` block until they are freed: each once, whatever aliases it.
 
-    What existed before (parameters, inputs) counts zero; where it grows inside, the growth counts. A storage that
-    is resized behind the dispatcher's back (`storage.resize_`) is measured anew when an operation next meets it.
-    Tensors that the autograd engine makes without an operation are seen first as arguments, and count zero.
+    What existed before (parameters, inputs) counts zero, but its growth counts. A storage that is resized without an
+    operation (`storage.resize_`) is counted anew when an operation next reads it. Tensors that the autograd engine
+    makes without an operation are seen first as arguments, and count zero.
 
-    Use it where compiled code does not run: as an ambient dispatch mode it makes compiled code run eagerly, and
-    every operation costs about ten microseconds.
+    Do not use it around compiled code: like any dispatch mode it makes that run eagerly. Each operation takes about ten
+    microseconds longer.
 
     Args:
-        limit_bytes: a hard cap, for tests of what happens when a step does not fit. An operation whose results
-            pass it raises `torch.OutOfMemoryError`, and its results are dropped.
+        limit_bytes: for tests of what happens when a step does not fit. An operation whose results pass this limit
+            raises `torch.OutOfMemoryError`, and its results are freed.
 
     >>> import torch
     >>> with MemoryTracker() as memory:
@@ -58,28 +58,28 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit_bytes = limit_bytes
-        #: Told the current bytes whenever they have changed.
+        #: Called with the current bytes whenever they have changed.
         self.observer: Callable[[int], None] | None = None
         self.current_bytes = 0
         self.peak_bytes = 0
         self.made_bytes = 0
-        #: As current and peak bytes, of what `begin` was given and what was made since.
+        #: Current and peak bytes of what `begin` was given and of what was allocated since.
         self.recent_bytes = 0
         self.recent_peak_bytes = 0
         self._at_next: Callable[[], None] | None = None
-        # By id: a storage keeps its Python object for life, and leaves here when it dies.
+        # By id: a storage keeps its Python object until it is freed, which removes it here.
         self._seen: dict[int, _Seen] = {}
 
     def reset_peak(self) -> None:
-        """Starts a new peak from what lives now."""
+        """Starts a new peak from the current bytes."""
         self.peak_bytes = self.current_bytes
 
     def begin(self, tensors: Iterable[Tensor] = (), at_next: Callable[[], None] | None = None) -> None:
-        """Starts to count some tensors, and what is made from now on, by themselves, whatever else goes meanwhile.
+        """Restarts the recent bytes: they count some tensors, and whatever is allocated from now on.
 
         Args:
-            tensors: that count from the start.
-            at_next: is called before the next operation runs.
+            tensors: to count from the start.
+            at_next: called before the next operation runs.
         """
         self._at_next = at_next
         keys = {id(tensor.untyped_storage()) for tensor in tensors}
@@ -89,12 +89,12 @@ class MemoryTracker(TorchDispatchMode):
         self.recent_peak_bytes = self.recent_bytes
 
     def living(self) -> list[torch.UntypedStorage]:
-        """The storages that count now."""
+        """The storages that count and are not freed yet."""
         found = (seen() for seen in list(self._seen.values()) if seen.counted_bytes)
         return [storage for storage in found if storage is not None]
 
     def lived_before(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage was there when an operation first met it, and has not grown."""
+        """Whether a storage existed before an operation first read it, and has not grown."""
         seen = self._seen.get(id(storage))
         return seen is not None and seen.base_bytes > 0 and seen.counted_bytes == 0
 
@@ -105,11 +105,11 @@ class MemoryTracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs the operation and counts the storages that it made."""
+        """Runs an operation and counts the storages that it allocates."""
         if self._at_next is not None:
             at_next, self._at_next = self._at_next, None
             at_next()
-        # Anything that arrives without having been made here lived before: it counts zero.
+        # An argument that no operation here made existed before: it counts zero.
         if func is not _LIFT_FRESH or not args[0].untyped_storage().resizable():
             self._look(args, False)
         if kwargs:
@@ -121,7 +121,7 @@ class MemoryTracker(TorchDispatchMode):
         if self.current_bytes > self.peak_bytes:
             if self.limit_bytes is not None and self.current_bytes > self.limit_bytes:
                 need_bytes = self.current_bytes - before_bytes
-                # The traceback must not keep alive what did not fit.
+                # The traceback must not hold what did not fit.
                 del result, args, kwargs
                 raise torch.OutOfMemoryError(
                     f"{func} needs {format_bytes(need_bytes)} beside {format_bytes(before_bytes)} in use; "
@@ -135,19 +135,16 @@ class MemoryTracker(TorchDispatchMode):
         return True
 
     def _taken(self, num_bytes: int) -> int:
-        """What a size takes of the memory."""
+        """The bytes that a storage of this size takes."""
         return num_bytes
 
     def _look(self, values: Iterable[Any], is_new: bool) -> None:
         seen = self._seen
         for value in values:
             if isinstance(value, Tensor):
-                found: Iterable[torch.UntypedStorage]
-                try:
-                    found = (value.untyped_storage(),)
-                except NotImplementedError:  # sparse: those of its parts
-                    found = storages(value)
-                for storage in found:
+                # `storages` finds those of all tensors, but takes longer.
+                is_plain = value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
+                for storage in (value.untyped_storage(),) if is_plain else storages(value):
                     known = seen.get(id(storage))
                     if known is None:
                         self._meet(storage, is_new and self._counts(value))
@@ -188,6 +185,6 @@ class MemoryTracker(TorchDispatchMode):
             self.observer(self.current_bytes)
 
 
-# torch.tensor makes its result out of sight and shows it first as the argument of this; so does torch.from_numpy,
-# whose memory is NumPy's and cannot be resized.
+# The result of torch.tensor is first seen as the argument of this operation; so is that of torch.from_numpy, whose
+# memory is NumPy's and cannot be resized.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default

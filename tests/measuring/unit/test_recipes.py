@@ -62,7 +62,7 @@ def test_a_recipe_in_a_replay_costs_what_that_was_measured_to_cost() -> None:
         for index, recipe in enumerate(times)
     }
     seconds = {recipe: CallSeconds(*pair) for recipe, pair in times.items()}
-    again = {option.recipe: option.seconds.again_s for option in useful_recipes(sizes, seconds, {})}
+    again = {option.recipe: option.seconds.replay_overhead_s for option in useful_recipes(sizes, seconds, {})}
     assert again == pytest.approx(
         {
             KEEP: 7.0 - 4.0 - 0.999 * 2.0,

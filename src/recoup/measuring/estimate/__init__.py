@@ -1,7 +1,7 @@
-"""Steps estimated for hardware that is not there: fake tensors, rooflines, and shards over ranks."""
+"""Steps estimated for hardware that is not there: fake tensors, rooflines, shards over ranks."""
 
 from recoup.measuring.estimate.benchmark import measure_hardware
-from recoup.measuring.estimate.faking import FakeMeter, faked
+from recoup.measuring.estimate.faking import faked, units_in_copy
 from recoup.measuring.estimate.known import KNOWN, PUBLISHED_EFFICIENCY, find_hardware
 from recoup.measuring.estimate.machine import Hardware, read_hardware, write_hardware
 from recoup.measuring.estimate.sharding import check_ranks, sharded
@@ -9,7 +9,6 @@ from recoup.measuring.estimate.sharding import check_ranks, sharded
 __all__ = [
     "KNOWN",
     "PUBLISHED_EFFICIENCY",
-    "FakeMeter",
     "Hardware",
     "check_ranks",
     "faked",
@@ -17,5 +16,6 @@ __all__ = [
     "measure_hardware",
     "read_hardware",
     "sharded",
+    "units_in_copy",
     "write_hardware",
 ]

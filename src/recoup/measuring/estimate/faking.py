@@ -1,8 +1,7 @@
-"""A training step on tensors without memory: a copy of the model that claims to run on some hardware."""
+"""A training step on fake tensors: a copy of the model that is taken to run on some hardware."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,17 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from recoup.devices.meter import CpuMeter, Parts, Timing
+from recoup.devices.meter import CpuMeter, Meter, Parts, Timing
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
+from recoup.measuring.copying import copy_with_tensors
 from recoup.measuring.estimate.kernels import CudaKernels
 from recoup.measuring.estimate.machine import Hardware
-from recoup.measuring.estimate.roofline import operation_s
+from recoup.measuring.estimate.roofline import argument_tensors, operation_s
 from recoup.measuring.estimate.workspaces import workspace_bytes
-from recoup.measuring.optimizer.rehearsal import _Replacing
 from recoup.model.calls import module_names
 from recoup.model.preserve import preserving
 from recoup.model.step import TrainingStep
+from recoup.model.units import Units
 from recoup.tensors import map_tensors
 from recoup.torch_private import (
     DataDependentOutputException,
@@ -34,22 +34,20 @@ from recoup.torch_private import (
     tree_map_only,
 )
 
-__all__ = ["FakeMeter", "faked"]
+__all__ = ["faked", "units_in_copy"]
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _CPU = torch.device("cpu")
-
-
-# Autograd asks a fake for its device by way of the dispatcher, twice as often as anything else happens.
+# Autograd reads a fake's device through the dispatcher, more often than anything else happens.
 _DEVICE = torch.ops.prim.device.default
 
 
 class _HardwareTracker(MemoryTracker):
-    """Counts as some hardware's allocator does, which rounds sizes up, and with what its kernels take."""
+    """Counts as some hardware's allocator does, with its rounding and the workspaces of its kernels."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing compiled runs here, and to say so at every operation takes longer than the operation."""
+        """Without compiled code, dynamo need not be disabled for each operation, which takes longer than that."""
         return False
 
     def __init__(self, hardware: Hardware) -> None:
@@ -72,7 +70,7 @@ class _HardwareTracker(MemoryTracker):
 
 
 class _Fakes:
-    """Makes a fake for every tensor, and always the same one."""
+    """Makes one fake for each tensor."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode()
@@ -106,8 +104,7 @@ class _Fakes:
             for parameter in model.parameters():
                 memo[id(parameter)] = nn.Parameter(self.fake(parameter).detach(), parameter.requires_grad)
         try:
-            with _Replacing(self.fake):
-                copied: nn.Module = copy.deepcopy(model, memo)
+            return copy_with_tensors(model, self.fake, memo)
         except SampleError:
             raise
         except Exception as error:
@@ -115,11 +112,10 @@ class _Fakes:
                 f"{type(model).__name__} cannot be copied for an estimate: {type(error).__name__}: {error}. Make it"
                 " so that copy.deepcopy takes it, or measure it as it is, without hardware=."
             ) from error
-        return copied
 
 
 class _Clock(TorchDispatchMode):
-    """Adds up what every operation would take; and lets tensors from outside take part as fakes."""
+    """Adds up the estimated seconds of all operations; replaces tensors from outside by fakes."""
 
     def __init__(self, fakes: _Fakes, hardware: Hardware) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +132,7 @@ class _Clock(TorchDispatchMode):
         if func is _DEVICE:
             return _CPU
         kwargs = kwargs or {}
-        if not all(self._fakes.is_ours(value) for value in _tensors_in(args)):
+        if not all(map(self._fakes.is_ours, argument_tensors(args))):
             args = tree_map_only(Tensor, self._fakes.fake, args)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
@@ -145,15 +141,7 @@ class _Clock(TorchDispatchMode):
         return result
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
-
-
-class FakeMeter(CpuMeter):
+class _FakeMeter(CpuMeter):
     """Bytes of fake storages, rounded as the hardware's allocator does; seconds by the roofline."""
 
     is_estimate = True
@@ -167,23 +155,23 @@ class FakeMeter(CpuMeter):
 
     @property
     def device_name(self) -> str:
-        """How reports call the device."""
+        """The hardware's name in reports."""
         return f"{self.hardware.name} (estimated)"
 
     def make_tracker(self) -> MemoryTracker:
-        """One that counts as the hardware does."""
+        """A tracker that counts as the hardware's allocator does."""
         return _HardwareTracker(self.hardware)
 
     def stamp(self) -> float:
-        """What all operations so far would have taken."""
+        """Seconds of all operations so far."""
         return self._clock.now_s
 
     def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
-        """One run tells all: the same operations take the same seconds."""
+        """One run is enough: the same operations take the same seconds."""
         return super().time(make_run)
 
     def free_bytes(self) -> int:
-        """All of it."""
+        """All of the hardware's memory."""
         return self.hardware.memory_bytes
 
     def total_bytes(self) -> int:
@@ -192,8 +180,8 @@ class FakeMeter(CpuMeter):
 
 
 @contextmanager
-def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep, FakeMeter]]:
-    """The same step on fake tensors, to be run inside this context only; and the meter that reads it.
+def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep, Meter]]:
+    """The same step on fake tensors, to be run inside this context only; and its meter.
 
     Raises:
         SampleError: the step is the user's own callable, the model cannot be copied, or it asks for values.
@@ -208,14 +196,14 @@ def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep
     sample = map_tensors(fakes.fake, step.sample)
     clock = _Clock(fakes, hardware)
     with ExitStack() as stack:
-        # An empty model: the copy may change. What its code shares with the original may not, nor random numbers.
+        # For an empty model: the copy may change. What its code shares with the original may not, nor random numbers.
         stack.enter_context(preserving(nn.Module(), reached=step.reached))
         stack.enter_context(fakes.mode)
         stack.enter_context(clock)
         if hardware.device_type == "cuda":
             stack.enter_context(CudaKernels())
         try:
-            yield TrainingStep(model, sample, loss=step.loss), FakeMeter(hardware, clock)
+            yield TrainingStep(model, sample, loss=step.loss), _FakeMeter(hardware, clock)
         except SampleError as error:
             if isinstance(error.__cause__, _NEEDS_VALUES):
                 raise _refusal(model, error.__cause__) from error.__cause__
@@ -224,8 +212,22 @@ def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep
             raise _refusal(model, error) from error
 
 
+def units_in_copy(
+    units: Units | Iterable[Units] | None, model: nn.Module, copied: nn.Module
+) -> Units | Iterable[Units] | None:
+    """``units=`` for a copy of the model: those that are given as modules become the copy's."""
+    if units is None or isinstance(units, str) or (callable(units) and not isinstance(units, nn.Module)):
+        return units
+    names = module_names(model)
+    entries: list[Units] = [units] if isinstance(units, nn.Module) else list(units)
+    return [
+        copied.get_submodule(names[entry]) if isinstance(entry, nn.Module) and entry in names else entry
+        for entry in entries
+    ]
+
+
 def _refusal(model: nn.Module, error: BaseException) -> SampleError:
-    """Names the module that asked for what fake tensors do not have."""
+    """Names the module that reads values, which fake tensors do not have."""
     names = module_names(model)
     inside, trace = model, error.__traceback__
     while trace is not None:

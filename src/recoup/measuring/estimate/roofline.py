@@ -1,4 +1,4 @@
-"""Seconds of one operation by its roofline: computing, moving bytes, or starting, whichever takes longest."""
+"""Seconds of one operation by its roofline: the longest of computing, moving bytes and launching."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils.flop_counter import flop_registry
 
 from recoup.measuring.estimate.machine import Hardware
 
-__all__ = ["allows_tf32", "num_flops", "num_moved_bytes", "operation_s"]
+__all__ = ["allows_tf32", "argument_tensors", "num_flops", "num_moved_bytes", "operation_s"]
 
-# They only reserve or relabel memory, though their schemas do not say so.
+# Operations that only allocate or relabel memory, though their schemas do not say so.
 _FREE = frozenset(
     {
         "_local_scalar_dense", "_unsafe_view", "empty", "empty_like", "empty_strided", "lift", "lift_fresh",
         "lift_fresh_copy", "new_empty", "new_empty_strided", "resize_", "set_",
     }
 )  # fmt: skip
-# They write their first argument without reading it.
+# Operations that write their first argument without reading it.
 _WRITES = frozenset(["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"])
-# They read no more of their first argument than they return.
+# Operations that read no more of their first argument than they return.
 _PICKS = frozenset(["embedding", "gather", "index", "index_select", "take", "_unsafe_index"])
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "_cudnn_attention_")
 # A backward makes five products where the forward makes two.
@@ -37,18 +37,16 @@ def operation_s(func: Any, args: Any, kwargs: Any, result: Any, hardware: Hardwa
         func: the operation, as a dispatch mode sees it.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        result: what it returned; shapes suffice.
+        result: that it returned; only shapes are read.
         hardware: on which it would run.
     """
     if _is_free(func):
         return 0.0
-    seconds = max(
-        num_moved_bytes(func, args, kwargs, result) / hardware.bytes_per_s,
-        hardware.latency_s,
-    )
+    moved_s = num_moved_bytes(func, args, kwargs, result) / hardware.bytes_per_s
+    seconds = max(moved_s, hardware.latency_s)
     flops = num_flops(func, args, kwargs, result)
     if flops:
-        dtype = next(tensor.dtype for tensor in _tensors(args) if tensor.is_floating_point())
+        dtype = next(tensor.dtype for tensor in argument_tensors(args) if tensor.is_floating_point())
         rate = hardware.flops_per_s(dtype, allow_tf32=allows_tf32(func._schema.name))
         seconds = max(seconds, flops / rate)
     return seconds
@@ -77,29 +75,31 @@ def _attention_flops(func: Any, name: str, args: Any, kwargs: Any) -> float:
 def num_moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes that an operation reads and writes, each tensor once."""
     name = _name(func)
-    made = sum(map(_num_bytes, _tensors((result,))))
+    made = _num_bytes((result,))
     if name in _WRITES or name in _PICKS:
-        read = sum(map(_num_bytes, _tensors(args[1:])))
-        return read + made * (2 if name in _PICKS else 1)
-    return made + sum(map(_num_bytes, _tensors((args, kwargs))))
+        return _num_bytes(args[1:]) + made * (2 if name in _PICKS else 1)
+    return made + _num_bytes((args, kwargs))
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    num_bytes = tensor.numel() * tensor.element_size()
-    if tensor.layout is not torch.strided:
-        return num_bytes
-    # What is expanded is read once.
-    return min(num_bytes, tensor.untyped_storage().nbytes())
+def _num_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the tensors among some values. Expanded tensors are read once."""
+    return sum(
+        min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        if tensor.layout is torch.strided
+        else tensor.numel() * tensor.element_size()
+        for tensor in argument_tensors(values)
+    )
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def argument_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments. Faster than `tensors_in`: operations know no other containers."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from argument_tensors(value)
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from argument_tensors(value.values())
 
 
 @cache
@@ -132,7 +132,7 @@ def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def allows_tf32(name: str) -> bool:
-    """Whether torch may round the factors of float32 products, as its settings stand."""
+    """Whether torch's settings allow TF32 for the float32 products of an operation."""
     try:
         if "conv" in name:
             return bool(torch.backends.cudnn.allow_tf32)

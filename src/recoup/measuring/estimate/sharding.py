@@ -20,24 +20,25 @@ from torch import Tensor, nn
 
 from recoup.errors import SampleError
 from recoup.model.slices import find_module
-from recoup.planning import Option, Problem, Unit
+from recoup.planning import Problem, Unit
 from recoup.plans.profile import Profile, Residents
+from recoup.tensors import needing_gradient, tensors_in
 
 __all__ = ["check_ranks", "sharded"]
 
 
 def check_ranks(ranks: int) -> None:
-    """Refuses what is no number of ranks.
+    """Refuses a number of ranks that is none.
 
     Raises:
-        SampleError: it is none.
+        SampleError: it is no whole number of at least 1.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise SampleError(f"ranks must be a whole number of at least 1; got {ranks!r}.")
 
 
 def sharded(profile: Profile, model: nn.Module, ranks: int) -> Profile:
-    """What one of several ranks needs, by NOTE [ Sharding ].
+    """The profile of one of several ranks, by NOTE [ Sharding ].
 
     Args:
         profile: of the step on one device that holds everything.
@@ -50,34 +51,30 @@ def sharded(profile: Profile, model: nn.Module, ranks: int) -> Profile:
         [] if unit.module is None else list(find_module(model, unit.module).parameters())
         for unit in profile.units
     ]
-    grouped = {id(parameter) for group in groups for parameter in group}
-    root = [parameter for parameter in model.parameters() if id(parameter) not in grouped]
-    full = [_num_bytes(group) for group in groups]
-    gradients = [_num_bytes(p for p in group if p.requires_grad) for group in groups]
+    grouped = set(tensors_in(groups))
+    root = [parameter for parameter in model.parameters() if parameter not in grouped]
+    # A group before the first and one behind the last, both empty.
+    full = [0, *map(_num_bytes, groups), 0]
+    gradients = [0, *(_num_bytes(needing_gradient(group)) for group in groups), 0]
     residents = _residents(profile.residents, model, root, ranks)
     units = []
-    for index, unit in enumerate(profile.problem.units):
-        own = full[index]
-        forward_bytes = own + _at(full, index + 1)
-        backward_bytes = own + _at(full, index - 1) + _at(gradients, index + 1)
+    for index, unit in enumerate(profile.problem.units, start=1):
+        forward_bytes = full[index] + full[index + 1]
+        backward_bytes = full[index] + full[index - 1] + gradients[index + 1]
         units.append(_with_groups(unit, forward_bytes, backward_bytes, ranks))
     resident_bytes = residents.total_bytes + profile.accumulates * residents.gradient_bytes
     problem = Problem(units, resident_bytes=resident_bytes)
     return replace(profile, problem=problem, residents=residents, ranks=ranks)
 
 
-def _at(sizes: list[int], index: int) -> int:
-    return sizes[index] if 0 <= index < len(sizes) else 0
-
-
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _residents(whole: Residents, model: nn.Module, root: list[nn.Parameter], ranks: int) -> Residents:
     parameters = _num_bytes(model.parameters())
     buffer_bytes = max(0, whole.parameter_bytes - parameters)
-    root_bytes = _num_bytes(root) + _num_bytes(p for p in root if p.requires_grad)
+    root_bytes = _num_bytes(root) + _num_bytes(needing_gradient(root))
     return Residents(
         buffer_bytes + _share(parameters, ranks),
         _share(whole.optimizer_bytes, ranks),
@@ -92,26 +89,14 @@ def _share(num_bytes: int, ranks: int) -> int:
 
 
 def _with_groups(unit: Unit, forward_bytes: int, backward_bytes: int, ranks: int) -> Unit:
-    options = [
+    options = tuple(
         replace(
             option,
             forward_transient_bytes=option.forward_transient_bytes + forward_bytes,
             backward_transient_bytes=option.backward_transient_bytes + backward_bytes,
         )
         for option in unit.options
-    ]
-    return _copied(unit, options, _share(unit.parameter_gradient_bytes, ranks))
-
-
-def _copied(unit: Unit, options: list[Option], parameter_gradient_bytes: int) -> Unit:
-    return Unit(
-        unit.name,
-        options,
-        output_bytes=unit.output_bytes,
-        gradient_bytes=unit.gradient_bytes,
-        parameter_gradient_bytes=parameter_gradient_bytes,
-        left_bytes=unit.left_bytes,
-        skips=unit.skips,
-        output_links=unit.output_links,
-        runs_once=unit.runs_once,
+    )
+    return replace(
+        unit, options=options, parameter_gradient_bytes=_share(unit.parameter_gradient_bytes, ranks)
     )

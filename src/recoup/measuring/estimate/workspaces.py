@@ -1,4 +1,4 @@
-"""What kernels take for themselves while they run: no tensor shows it, and only a run on the hardware tells it all."""
+"""Workspaces: scratch that kernels allocate inside, which no tensor shows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that a GPU's kernel for an operation takes beside its arguments and its results.
+    """Bytes that a GPU's kernel for an operation allocates beside its arguments and its results.
 
-    Tensor cores want channels last: for a convolution of tensors whose channels come first, cuDNN makes copies of input
-    and output (in the backward, of the output's gradient and of whichever it reads or writes of the other two). On an
-    H200 that is what its workspaces measure, to a few megabytes.
+    Tensor cores need channels last: for a convolution of tensors with channels first, cuDNN copies input and output (in
+    the backward, the output's gradient and the one of the other two that it reads or writes). On an H200 this agrees
+    with the measured workspaces to a few megabytes.
 
     >>> x, weight = torch.empty(2, 8, 16, 16), torch.empty(4, 8, 3, 3)
     >>> args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
@@ -37,7 +37,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
         return 0
     if groups != 1 or not _uses_tensor_cores(source) or _has_channels_last(source):
         return 0
-    return _num_bytes(source) + _num_bytes(output)
+    return int(source.nbytes + output.nbytes)
 
 
 def _uses_tensor_cores(tensor: Tensor) -> bool:
@@ -47,12 +47,6 @@ def _uses_tensor_cores(tensor: Tensor) -> bool:
 
 
 def _has_channels_last(tensor: Tensor) -> bool:
-    if tensor.dim() == 4:
-        return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-    if tensor.dim() == 5:
-        return tensor.is_contiguous(memory_format=torch.channels_last_3d) and not tensor.is_contiguous()
-    return False
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = formats.get(tensor.dim())
+    return layout is not None and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous()

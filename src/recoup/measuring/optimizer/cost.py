@@ -1,8 +1,9 @@
-"""What an optimizer holds, will hold, and needs for a moment, without running it on the model."""
+"""The state and the scratch of an optimizer, without running it on the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,9 @@ class OptimizerCost:
     """Bytes of an optimizer on its parameters' device, beside parameters and gradients.
 
     Attributes:
-        state_bytes: what its state takes now.
-        missing_bytes: what its state will take in addition once every parameter with a gradient was stepped.
-        transient_bytes: what one `step()` needs in addition while it runs.
+        state_bytes: of its state now.
+        missing_bytes: that its state will take in addition once every parameter with a gradient was stepped.
+        transient_bytes: scratch of one `step()`.
         is_estimate: whether its step could not be rehearsed exactly.
     """
 
@@ -34,18 +35,18 @@ class OptimizerCost:
 
 
 def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> OptimizerCost:
-    """Measures an optimizer by rehearsing two steps of a copy of it on tensors without memory.
+    """Measures an optimizer by rehearsing two steps of a copy of it on fake tensors.
 
-    Nothing of the optimizer or the model changes, and their device is not filled. Where such a rehearsal
-    fails (a step that looks at values), one on a few elements of each tensor is scaled up; where that fails as well
-    (a step that needs a closure), two tensors of each parameter's size are assumed for what is missing, and two for
-    the step. `is_estimate` marks both. An optimizer with a growing history, such as L-BFGS, takes more than that.
+    The optimizer and the model do not change, and nothing is allocated on their device. Where the rehearsal fails (a
+    step that reads values), one on a few elements of each tensor is scaled up. Where that fails as well (a step that
+    needs a closure), two tensors of each parameter's size are assumed for the missing state, and two for the scratch.
+    `is_estimate` marks both. An optimizer with a growing history, such as L-BFGS, takes more than that.
 
     Args:
         optimizer: to measure; it may be inside a trainer's wrapper.
         device_type: measure it as if its parameters were on such a device, which need not be there.
 
-    Only the device counts: with parameters on an accelerator, step counters in host memory do not.
+    Only the parameters' device counts: step counters in host memory do not count beside parameters on an accelerator.
 
     >>> layer = torch.nn.Linear(8, 4)
     >>> optimizer_cost(torch.optim.SGD(layer.parameters(), momentum=0.9))
@@ -56,15 +57,11 @@ def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> O
     devices = _budget_devices(parameters)
     rehearsed = None if device_type is None else torch.device(device_type, 0)
     state_bytes = state_bytes_of(optimizer)
-    # The step is anyone's code: whatever it raises means that it cannot be rehearsed in this way.
-    try:
+    # The step is the user's code: any exception means that it cannot be rehearsed in this way.
+    with suppress(Exception):
         return OptimizerCost(state_bytes, *rehearse_on_fakes(optimizer, devices, rehearsed))
-    except Exception:
-        pass
-    try:
+    with suppress(Exception):
         return OptimizerCost(state_bytes, *rehearse_on_samples(optimizer, devices), is_estimate=True)
-    except Exception:
-        pass
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     missing_bytes = 2 * _num_bytes(parameter for parameter in trained if not optimizer.state.get(parameter))
     return OptimizerCost(state_bytes, missing_bytes, 2 * _num_bytes(trained), is_estimate=True)
@@ -81,7 +78,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def joint_cost(costs: Iterable[OptimizerCost]) -> OptimizerCost:
-    """Of several optimizers, which step one after the other."""
+    """The cost of several optimizers, which step one after the other."""
     found = list(costs)
     return OptimizerCost(
         sum(cost.state_bytes for cost in found),
@@ -92,7 +89,7 @@ def joint_cost(costs: Iterable[OptimizerCost]) -> OptimizerCost:
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
-    """What an optimizer's state takes now, on its parameters' device."""
+    """Bytes of an optimizer's state now, on its parameters' device."""
     devices = _budget_devices(_parameters(optimizer))
     held = {
         id(storage): storage.nbytes()

@@ -1,19 +1,19 @@
-"""Steps of a copy of an optimizer, on tensors that take no memory or little."""
+"""Two steps of a copy of an optimizer, on tensors that take no memory or little."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from recoup.devices.tracker import MemoryTracker
-from recoup.measuring.optimizer.one_of_each_kind import copy_with, own_attributes, rehearse_few
+from recoup.measuring.copying import copy_with_tensors
+from recoup.measuring.optimizer.one_of_each_kind import rehearse_few
 from recoup.tensors import plain_tensors, tensors_in
 from recoup.torch_private import (
     DataDependentOutputException,
@@ -32,54 +32,50 @@ _SAMPLE_SIZE = 4
 def rehearse_on_fakes(
     optimizer: Optimizer, devices: frozenset[torch.device], on: torch.device | None = None
 ) -> tuple[int, int]:
-    """The bytes of state that two steps add on these devices, and the bytes that a step needs while it runs.
+    """The bytes of state that two steps add on these devices, and the scratch of a step.
 
     With ``on``, all tensors of these devices are taken to be on that one instead.
 
     Raises:
         Exception: whatever the step raises on tensors without values.
     """
-    fakes = FakeTensorMode()
+    mode = FakeTensorMode()
     moved = dict.fromkeys(devices if on is not None else (), on)
-
-    def fake(tensor: Tensor) -> Tensor:
-        plain = _single(tensor)
-        if plain.device.type == "cpu" and plain.dim() == 0:
-            # A counter or a learning rate, whose value the step may ask for.
-            value = plain.item()
-            with fakes:
-                return torch.tensor(value, dtype=plain.dtype)
-        with fakes:
-            device = moved.get(plain.device, plain.device)
-            return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device)
-
-    def make(tensor: Tensor, times: int) -> Tensor:
-        shape, stride = tensor.shape, tensor.stride()
-        if times > 1:
-            shape, stride = torch.Size((times, *shape)), (tensor.numel(), *stride)
-        with fakes:
-            device = moved.get(tensor.device, tensor.device)
-            return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
-
-    def rehearse(few: Optimizer) -> tuple[dict[Tensor, int], int] | None:
-        parameters = tensors_in([group["params"] for group in few.param_groups])
-        pairs: dict[Tensor, Tensor] = dict.fromkeys(parameters, nn.Parameter(torch.empty(0)))
-        with _foreach_takes_fakes(pairs), fakes:
-            transient_bytes = _two_steps(few, devices)
-        if not few.state.keys() <= pairs.keys():
-            return None
-        state = {parameter: _num_bytes(few.state.get(parameter), devices) for parameter in pairs}
-        return state, transient_bytes
-
     devices = devices if on is None else frozenset({on})
-    few = rehearse_few(optimizer, make, rehearse)
+
+    def fake(tensor: Tensor, times: int = 1) -> Tensor:
+        plain = _single(tensor)
+        shape, stride = plain.shape, plain.stride()
+        if times > 1:
+            shape, stride = torch.Size((times, *shape)), (plain.numel(), *stride)
+        elif plain.device.type == "cpu" and plain.dim() == 0:
+            # A counter or a learning rate, whose value the step may read.
+            value = plain.item()
+            with mode:
+                return torch.tensor(value, dtype=plain.dtype)
+        with mode:
+            device = moved.get(plain.device, plain.device)
+            return torch.empty_strided(shape, stride, dtype=plain.dtype, device=device)
+
+    def rehearse_some(parameters: Sequence[Tensor]) -> tuple[dict[Tensor, int], int] | None:
+        group = {**optimizer.param_groups[0], "params": parameters}
+        memo = {id(parameter): parameter for parameter in parameters}
+        copied = _copied(optimizer, fake, memo, param_groups=[group])
+        with _foreach_takes_fakes(()), mode:
+            scratch_bytes = _two_steps(copied, devices)
+        sizes = _state_bytes(copied, {}, devices)
+        if not sizes.keys() <= set(parameters):
+            return None
+        return {parameter: sizes.get(parameter, 0) for parameter in parameters}, scratch_bytes
+
+    few = rehearse_few(optimizer, fake, rehearse_some)
     if few is not None:
         return few
-    rehearsed, pairs = _copied(optimizer, fake)
-    before_bytes = sum(_state_sizes(rehearsed, pairs, devices))
-    with _foreach_takes_fakes(pairs), fakes:
-        transient_bytes = _two_steps(rehearsed, devices)
-    return sum(_state_sizes(rehearsed, pairs, devices)) - before_bytes, transient_bytes
+    copied, originals = _copied_whole(optimizer, fake)
+    before_bytes = sum(_state_bytes(copied, originals, devices).values())
+    with _foreach_takes_fakes(originals.values()), mode:
+        scratch_bytes = _two_steps(copied, devices)
+    return sum(_state_bytes(copied, originals, devices).values()) - before_bytes, scratch_bytes
 
 
 def rehearse_on_samples(optimizer: Optimizer, devices: frozenset[torch.device]) -> tuple[int, int]:
@@ -96,19 +92,76 @@ def rehearse_on_samples(optimizer: Optimizer, devices: frozenset[torch.device]) 
         plain = _single(tensor).detach()
         return plain[tuple(slice(_SAMPLE_SIZE) for _ in plain.shape)].clone()
 
-    rehearsed, pairs = _copied(optimizer, sample)
-    before_bytes = sum(_state_sizes(rehearsed, pairs, devices))
+    copied, originals = _copied_whole(optimizer, sample)
+    before_bytes = sum(_state_bytes(copied, originals, devices).values())
     cuda = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
-        transient_bytes = _two_steps(rehearsed, devices)
-    missing_bytes = sum(_state_sizes(rehearsed, pairs, devices)) - before_bytes
-    return missing_bytes, round(transient_bytes * _scale(pairs))
+        scratch_bytes = _two_steps(copied, devices)
+    missing_bytes = sum(_state_bytes(copied, originals, devices).values()) - before_bytes
+    return missing_bytes, round(scratch_bytes * _scale(originals))
+
+
+def _copied_whole(
+    optimizer: Optimizer, replace: Callable[[Tensor], Tensor]
+) -> tuple[Optimizer, dict[Tensor, Tensor]]:
+    """A copy with other tensors and gradients; and its parameters with the originals."""
+    memo: dict[int, Any] = {}
+    originals: dict[Tensor, Tensor] = {}
+    for original in tensors_in([group["params"] for group in optimizer.param_groups]):
+        parameter = memo[id(original)] = nn.Parameter(replace(original), original.requires_grad)
+        if original.requires_grad:
+            parameter.grad = replace(original)
+        originals[parameter] = original
+    return _copied(optimizer, replace, memo), originals
+
+
+def _copied(
+    optimizer: Optimizer, replace: Callable[[Tensor], Tensor], memo: dict[int, Any], **changed: Any
+) -> Optimizer:
+    """A copy without the hooks, and without bound methods set on the instance, as learning rate schedulers do.
+
+    Not by way of `Optimizer.__setstate__`, which patches the class itself.
+    """
+    hooks: dict[str, Any] = {n: OrderedDict() for n in vars(optimizer) if n.startswith("_optimizer_")}
+    attributes = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in hooks and not callable(getattr(type(optimizer), name, None))
+    }
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update(hooks | copy_with_tensors({**attributes, **changed}, replace, memo))
+    made.defaults.setdefault("differentiable", False)
+    return made
+
+
+def _single(tensor: Tensor) -> Tensor:
+    """The plain tensor that holds its bytes: of a sharded tensor, the shard."""
+    (plain,) = plain_tensors(tensor)
+    return plain
+
+
+@contextmanager
+def _foreach_takes_fakes(originals: Iterable[Tensor]) -> Iterator[None]:
+    """Lets torch choose the implementation for fakes as for the originals.
+
+    The one over all tensors at once, whose scratch is as large as the model, is chosen only for the types on this list;
+    tensor subclasses of torch's own are added to it in the same way.
+    """
+    supported: list[Any] = foreach_supported_types
+    if FakeTensor in supported or not all(type(original) in supported for original in originals):
+        yield
+        return
+    supported.append(FakeTensor)
+    try:
+        yield
+    finally:
+        supported.remove(FakeTensor)
 
 
 class _RehearsalTracker(MemoryTracker):
-    """Counts what is made on some devices, and makes up the numbers that a step reads from fake tensors.
+    """Counts storages on some devices, and makes up the numbers that a step reads from fake tensors.
 
-    A number, such as a norm, scales what follows; a truth value decides what follows, and is not made up.
+    A number, such as a norm, scales what follows. A truth value decides what follows, and is not made up.
     """
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
@@ -129,103 +182,35 @@ class _RehearsalTracker(MemoryTracker):
         return tensor.device in self._devices
 
 
-class _Replacing(TorchFunctionMode):
-    """Lets `copy.deepcopy` put another tensor in the place of each."""
-
-    def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._replace = replace
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), self._replace(tensor))
-        if func is Tensor.clone:  # how a Parameter copies itself
-            return self._replace(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _copied(
-    optimizer: Optimizer, replace: Callable[[Tensor], Tensor]
-) -> tuple[Optimizer, dict[Tensor, Tensor]]:
-    """A copy without the hooks, with other tensors and gradients; and its parameters with the originals."""
-    attributes = own_attributes(optimizer)
-    memo: dict[int, Any] = {}
-    pairs: dict[Tensor, Tensor] = {}
-    for parameter in tensors_in([group["params"] for group in optimizer.param_groups]):
-        if id(parameter) not in memo:
-            memo[id(parameter)] = copied = _parameter(parameter, replace)
-            pairs[copied] = parameter
-    with _Replacing(replace):
-        attributes = copy.deepcopy(attributes, memo)
-    return copy_with(optimizer, attributes), pairs
-
-
-def _parameter(parameter: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
-    copied = nn.Parameter(replace(parameter), parameter.requires_grad)
-    if parameter.requires_grad:
-        copied.grad = replace(parameter)
-    return copied
-
-
-def _single(tensor: Tensor) -> Tensor:
-    """The plain tensor that holds its bytes: of a sharded tensor, the shard."""
-    (plain,) = plain_tensors(tensor)
-    return plain
-
-
-@contextmanager
-def _foreach_takes_fakes(pairs: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Lets torch choose the implementation for fakes as it does for the originals.
-
-    Torch takes the one over all tensors at once, whose temporaries are as large as the model, only for types on
-    this list; tensor subclasses of torch's own enter it in the same way.
-    """
-    supported: list[Any] = foreach_supported_types
-    if FakeTensor in supported or not all(type(original) in supported for original in pairs.values()):
-        yield
-        return
-    supported.append(FakeTensor)
-    try:
-        yield
-    finally:
-        supported.remove(FakeTensor)
-
-
-def _two_steps(rehearsed: Optimizer, devices: frozenset[torch.device]) -> int:
-    """Makes the state, then uses it; returns the most that a step needed beyond what it left."""
-    step: Any = type(rehearsed).step
+def _two_steps(optimizer: Optimizer, devices: frozenset[torch.device]) -> int:
+    """A step that makes the state, and one that uses it; returns the scratch of a step."""
+    step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
-        step = step.__wrapped__  # the hooks of all optimizers are not for this one
-    transient_bytes = 0
+        step = step.__wrapped__  # without the hooks of all optimizers
+    scratch_bytes = 0
     with _RehearsalTracker(devices) as memory:
         for _ in range(2):
             memory.reset_peak()
-            step(rehearsed)
-            transient_bytes = max(transient_bytes, memory.peak_bytes - memory.current_bytes)
-    return transient_bytes
+            step(optimizer)
+            scratch_bytes = max(scratch_bytes, memory.peak_bytes - memory.current_bytes)
+    return scratch_bytes
 
 
-def _num_bytes(entry: Any, devices: frozenset[torch.device]) -> int:
-    return sum(
-        tensor.numel() * tensor.element_size() for tensor in tensors_in(entry) if tensor.device in devices
-    )
+def _state_bytes(
+    optimizer: Optimizer, originals: Mapping[Tensor, Tensor], devices: frozenset[torch.device]
+) -> dict[Any, int]:
+    """Bytes of the state of each parameter, had it the size of its original."""
 
+    def num_bytes(tensor: Tensor, parameter: Any) -> int:
+        if parameter not in originals:
+            return tensor.nbytes
+        shape = _full_shape(tensor, parameter, _single(originals[parameter]))
+        return torch.Size(shape).numel() * tensor.element_size()
 
-def _state_sizes(
-    rehearsed: Optimizer, pairs: dict[Tensor, Tensor], devices: frozenset[torch.device]
-) -> Iterator[int]:
-    """The bytes of each tensor of the state at the original's size."""
-    for parameter, entry in rehearsed.state.items():
-        for tensor in tensors_in(entry):
-            if tensor.device in devices:
-                original = pairs.get(parameter)
-                shape = (
-                    tensor.shape if original is None else _full_shape(tensor, parameter, _single(original))
-                )
-                yield torch.Size(shape).numel() * tensor.element_size()
+    return {
+        parameter: sum(num_bytes(t, parameter) for t in tensors_in(entry) if t.device in devices)
+        for parameter, entry in optimizer.state.items()
+    }
 
 
 def _full_shape(tensor: Tensor, rehearsed: Tensor, original: Tensor) -> Sequence[int]:
@@ -240,8 +225,8 @@ def _full_shape(tensor: Tensor, rehearsed: Tensor, original: Tensor) -> Sequence
     return original.shape if tensor.numel() == rehearsed.numel() else tensor.shape
 
 
-def _scale(pairs: dict[Tensor, Tensor]) -> float:
-    """How much larger the originals are: all together, or the largest, as a step may work on all or on one."""
-    sizes = [(rehearsed.nbytes, _single(original).nbytes) for rehearsed, original in pairs.items()]
+def _scale(originals: Mapping[Tensor, Tensor]) -> float:
+    """How much larger the originals are: all together, or the largest, as a step may take all at once or one by one."""
+    sizes = [(sampled.nbytes, _single(original).nbytes) for sampled, original in originals.items()]
     sampled, full = zip(*sizes, strict=True)
     return float(max(sum(full) / max(1, sum(sampled)), max(full) / max(1, *sampled)))

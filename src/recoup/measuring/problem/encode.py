@@ -390,7 +390,7 @@ def _option(position: Position, option: RecipeCosts, before: Position | None) ->
         option.recipe.name,
         forward_s=option.seconds.forward_s,
         # What holds nothing has nothing to set aside.
-        again_s=option.seconds.again_s if held_bytes or holds_output else 0.0,
+        again_s=option.seconds.replay_overhead_s if held_bytes or holds_output else 0.0,
         backward_s=option.seconds.backward_s,
         held_bytes=held_bytes,
         holds_output=holds_output,

@@ -10,22 +10,27 @@ from torch.autograd import grad as run_grad
 
 from recoup.devices.meter import Meter
 from recoup.measuring.problem.costs import CodeSeconds
+from recoup.model.calls import module_names
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall, stream
+from recoup.tensors import needing_gradient
 
 __all__ = ["time_code", "time_inside"]
 
 
 class _Timer:
-    """A visitor that times the code between units, and lets ``at_call`` do with each unit what it likes."""
+    """A visitor that times the code between units; ``at_call`` may do anything with each call."""
 
     def __init__(self, step: TrainingStep, meter: Meter, at_call: Callable[[UnitCall], None]) -> None:
         self.step, self.meter, self.at_call = step, meter, at_call
+        self.tail_backward_s = 0.0
+        self.restart()
+
+    def restart(self) -> None:
         self.starts: list[Tensor] = []
         self.spans: list[tuple[Any, Any]] = []
-        self.tail_backward_s = 0.0
-        self._since = meter.stamp()
+        self._since = self.meter.stamp()
 
     def enter(self, call: UnitCall) -> None:
         self.spans.append((self._since, self.meter.stamp()))
@@ -38,18 +43,10 @@ class _Timer:
         self.starts.append(start)
         self._since = self.meter.stamp()
 
-    def restart(self) -> None:
-        self.starts, self.spans = [], []
-        self._since = self.meter.stamp()
-
     def end(self, loss: Tensor, output: Any) -> None:
         self.spans.append((self._since, self.meter.stamp()))
-        trained = [parameter for parameter in self.step.model.parameters() if parameter.requires_grad]
-
-        def backward() -> None:
-            run_grad(loss, [*self.starts, *trained], allow_unused=True)
-
-        (tail,) = self.meter.time(lambda: [backward])
+        inputs = [*self.starts, *needing_gradient(list(self.step.model.parameters()))]
+        (tail,) = self.meter.time(lambda: [lambda: run_grad(loss, inputs, allow_unused=True)])
         self.tail_backward_s = tail.device_s
 
 
@@ -58,7 +55,7 @@ def time_code(
 ) -> list[CodeSeconds]:
     """Streams the step and times the code before each unit, and the tail last.
 
-    The backward of code between units is taken to be as long as its forward; that of the tail is timed.
+    The tail's backward is timed. The backward of other code is assumed to take as long as its forward.
     """
     timer = _Timer(step, meter, at_call)
     stream(step, units, timer)
@@ -67,9 +64,10 @@ def time_code(
     return [*between, CodeSeconds(forward_s[-1], timer.tail_backward_s)]
 
 
-def time_inside(call: UnitCall, modules: Sequence[nn.Module], meter: Meter) -> dict[nn.Module, float]:
-    """Seconds of the forwards of modules inside a unit."""
-    spans: list[tuple[nn.Module, Any, Any]] = []
+def time_inside(call: UnitCall, modules: Sequence[nn.Module], meter: Meter) -> dict[str, float]:
+    """Forward seconds of modules inside a unit, by their names in the unit."""
+    names = module_names(call.module)
+    spans: list[tuple[str, Any, Any]] = []
 
     def stand_in(module: nn.Module) -> Callable[..., Any]:
         original = module.forward
@@ -79,14 +77,15 @@ def time_inside(call: UnitCall, modules: Sequence[nn.Module], meter: Meter) -> d
             try:
                 return original(*args, **kwargs)
             finally:
-                spans.append((module, begin, meter.stamp()))
+                spans.append((names[module], begin, meter.stamp()))
 
         return forward
 
+    inside = [module for module in modules if module in names]
     meter.fill_queue()
-    with intercepted({module: stand_in(module) for module in modules}):
+    with intercepted({module: stand_in(module) for module in inside}):
         call.again().glance()
-    seconds = dict.fromkeys(modules, 0.0)
-    for module, begin, finish in spans:
-        seconds[module] += meter.elapsed_s(begin, finish)
+    seconds = {names[module]: 0.0 for module in inside}
+    for name, begin, finish in spans:
+        seconds[name] += meter.elapsed_s(begin, finish)
     return seconds

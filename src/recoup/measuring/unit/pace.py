@@ -1,4 +1,4 @@
-"""The pace of a step: by itself a unit's call takes the host longer than in the middle of a step."""
+"""The pace of a step: a call takes the host longer by itself than in the middle of a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from recoup.devices.meter import Meter, Timing
 from recoup.measuring.unit.one_unit import CallSeconds, CallTiming
 from recoup.model.step import TrainingStep
+from recoup.tensors import needing_gradient
 
 __all__ = ["USUAL_PACE", "Pace", "find_pace", "time_plain_step"]
 
 _COULD_MATTER = 1.5
-"""Of the host's time: a call that waits for the device keeps the host for hardly less time than the device."""
+"""Factor of the host's time with which it might set the pace: a call that synchronizes takes the host about as long as
+the device."""
 _MATTERS = 0.02
-"""Seconds that differ by less are the same."""
+"""Seconds that differ by a smaller share count as equal."""
 _NUM_HALVINGS = 20
 _NUM_STEPS = 2
 _ENOUGH_S = 0.15
@@ -24,24 +26,24 @@ _ENOUGH_S = 0.15
 
 
 class Pace(NamedTuple):
-    """How a step differs from its calls by themselves.
+    """How a call's time in a step differs from its time by itself.
 
     Attributes:
-        host_share: of the host's time for a call that is kept, what it takes in a step.
-        device_share: of the device's time for a call, what it takes in a step. Less than 1 where the device waits for
-            the host, because the call waits for the device.
+        host_share: share of the host's time for a kept call that it takes in a step.
+        device_share: share of the device's time for a call that it takes in a step. Below 1 where the device waits for
+            the host, because the call synchronizes.
     """
 
     host_share: float
     device_share: float = 1.0
 
     def seconds(self, call: CallTiming, keep: CallTiming | None) -> CallSeconds:
-        """What a call takes in a step.
+        """Seconds of a call in a step.
 
         Args:
             call: under some recipe, by itself.
-            keep: the same call, kept, if that is known. What the recipe takes the host beyond it, it takes in a step
-                too: it runs code a second time, and code of ours for each tensor that is saved.
+            keep: the same call, kept, if known. The host's seconds beyond it count in full: a recipe runs code a second
+                time, and code of ours for each saved tensor.
         """
         keep = keep or call
         return CallSeconds(
@@ -54,22 +56,20 @@ class Pace(NamedTuple):
 
 
 USUAL_PACE = Pace(host_share=0.6)
-"""Blocks of decoders took between 0.5 and 0.8: for each call by itself autograd starts anew, on a cold processor."""
+"""Measured on decoder blocks: 0.5 to 0.8. For a call by itself autograd starts anew, on a cold processor."""
 
 
 def find_pace(calls: Sequence[CallTiming], code_s: float, time_step: Callable[[], Timing | None]) -> Pace:
     """The pace at which a step runs calls that were timed by themselves.
 
-    Where the device sets the pace even if all of the host's time counted, and more, no step is run to find out. A step
-    that the device slows down tells no more than that the host takes no longer: its share is the largest that agrees
-    with it. No step can be faster than the device allows: if it is, the device waited for the host in the calls by
-    themselves, which wait for the device.
+    No step is run where the device sets the pace even with all of the host's time, and more. A step that the device
+    slows down gives only an upper bound of the host's time: the largest share that agrees with it is returned. A step
+    that is faster than the device's time for its calls shows that these calls synchronize, and waited for the host.
 
     Args:
         calls: all calls of a plain step.
         code_s: seconds of the code between them.
-        time_step: runs a plain step; returns how long it takes, and how much of that the host is busy with it. None
-            where it does not fit.
+        time_step: times a plain step; None where it does not fit.
 
     >>> call = CallTiming(Timing(device_s=1.0, host_s=4.0), Timing(device_s=1.0, host_s=6.0))
     >>> find_pace([call, call], 2.0, lambda: Timing(device_s=12.0, host_s=10.0))
@@ -91,7 +91,7 @@ def find_pace(calls: Sequence[CallTiming], code_s: float, time_step: Callable[[]
     low, high = 0.0, min(1.0, real.host_s / sum(call.forward.host_s + call.backward.host_s for call in calls))
     if code_s + calls_s(Pace(high, device_share)) <= (1 + _MATTERS) * real.device_s:
         return Pace(high, device_share)
-    # Scaled to the step, the device leaves the host no time at all; so a little more is allowed.
+    # Scaled to the step, the device's time leaves nothing for the host: allow a little more.
     most_s = wanted_s if device_share == 1.0 else (1 + _MATTERS) * wanted_s
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
@@ -100,20 +100,20 @@ def find_pace(calls: Sequence[CallTiming], code_s: float, time_step: Callable[[]
 
 
 def time_plain_step(step: TrainingStep, meter: Meter, plain_bytes: int) -> Timing | None:
-    """Times the plain step; None where it does not fit, or where other processes would have to take part.
+    """Times the plain step; None where it does not fit, where other processes would have to take part, or for step=.
 
     Args:
-        step: to run as it is. A callable of the user's is not: it may train the model.
+        step: to run as it is. A callable of the user's is not run: it may train the model.
         meter: of the device.
-        plain_bytes: what the step takes beside what lives already.
+        plain_bytes: that the step allocates beside what is allocated already.
     """
     if step.step is not None or _num_processes() > 1 or plain_bytes > meter.free_bytes():
         return None
-    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+    trained = needing_gradient(list(step.model.parameters()))
 
     def run() -> None:
         output, loss = step.forward()
-        # Not loss.backward(): hooks that wait for gradients could step an optimizer.
+        # Not loss.backward(): hooks on gradients could step an optimizer.
         torch.autograd.grad(loss, trained, allow_unused=True)
         del output
 

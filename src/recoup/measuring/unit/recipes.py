@@ -1,31 +1,77 @@
-"""Which recipes are worth measuring for a unit, and which of those are worth planning with."""
+"""Which recipes are worth measuring for a unit, how thoroughly, and which of them are worth planning with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from recoup.measuring.problem.costs import RecipeCosts
+from recoup.measuring.stream.structure import SeenCall
 from recoup.measuring.unit.one_unit import CallBytes, CallSeconds
 from recoup.model.recipe import KEEP, RECOMPUTE, Recipe
 
-__all__ = ["promising_recipes", "useful_recipes"]
+__all__ = ["Effort", "promising_recipes", "useful_recipes"]
 
+# Units that save less than this share of what all units save get only the two usual recipes.
+_SMALL_SHARE = 0.04
+# Modules that save less than this share of their unit are not recomputed by themselves.
 _WORTH_SHARE = 0.02
 # A replay may stop early, but not before this share of its forward.
 _LEAST_REPLAY = 0.25
-# What a replay takes beyond this share of its forward, it takes to set aside what it saves. A little less than all of
-# it, since between equals planners may choose either.
+# Replay seconds beyond this share of the forward are overhead. A little less than all of it, since between equals
+# planners may choose either.
 _WHOLE_REPLAY = 0.999
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure, so that it takes a few steps' time: few kinds of units thoroughly, many in less detail.
+
+    Attributes:
+        large: behaviours (`SeenCall.behaviour`) that save enough memory to be worth several recipes.
+        num_partial: number of recipes that recompute parts of a unit. Each one's bytes are measured for each kind.
+        repeats: number of timed runs of each recipe, for one call of each behaviour.
+        warm_up: number of runs before these, beside the one that measured its bytes.
+    """
+
+    large: frozenset[Any] = field(repr=False)
+    num_partial: int
+    repeats: int
+    warm_up: int
+
+    @classmethod
+    def for_calls(cls, calls: Sequence[SeenCall]) -> Effort:
+        """The effort for a step's calls."""
+        saved: dict[Any, int] = defaultdict(int)
+        for seen in calls:
+            saved[seen.behaviour] += sum(seen.saved_inside.values())
+        total = sum(saved.values())
+        large = frozenset(behaviour for behaviour, size in saved.items() if size > _SMALL_SHARE * total)
+        num_kinds = len({seen.kind for seen in calls if seen.behaviour in large})
+        num_partial = 4 if num_kinds <= 2 else 2 if num_kinds <= 4 else 1
+        repeats = 3 if len(large) <= 2 else 2 if len(large) <= 4 else 1
+        return cls(large, num_partial, repeats, warm_up=int(repeats > 1))
+
+    def recipes(
+        self, seen: SeenCall, inside_s: Mapping[str, float], unsafe: Mapping[str, str]
+    ) -> list[Recipe]:
+        """The recipes to measure for a call."""
+        if not seen.gradients or seen.name in unsafe:
+            return [KEEP]
+        if seen.behaviour not in self.large:
+            return [KEEP, RECOMPUTE]
+        return promising_recipes(seen.saved_inside, inside_s, num_partial=self.num_partial)
 
 
 def promising_recipes(
     saved_bytes: Mapping[str, int], forward_s: Mapping[str, float], *, num_partial: int = 4
 ) -> list[Recipe]:
-    """Recipes for a unit, given what the modules inside it save and how long they take.
+    """Recipes for a unit, given the saved bytes and the forward seconds of the modules inside it.
 
-    In order of bytes freed for each second of replay, each next recipe recomputes one module more. The last
-    one recomputes the whole unit and, inside its replay, each of them again: the least memory of all.
+    In order of bytes freed for each second of replay, each next recipe recomputes one module more. The last one
+    recomputes the whole unit and, inside its replay, each of them again: the least memory of all.
 
     >>> [recipe.name for recipe in promising_recipes({"norm": 80, "mlp": 90}, {"norm": 1.0, "mlp": 9.0})]
     ['keep', 'recompute', 'recompute norm', 'recompute norm, mlp', 'recompute, then again norm, mlp']
@@ -35,7 +81,7 @@ def promising_recipes(
     worth.sort(key=lambda name: -saved_bytes[name] / max(forward_s.get(name, 0.0), 1e-9))
     prefixes = [tuple(worth[:count]) for count in range(1, len(worth) + 1)]
     if len(prefixes) > num_partial:
-        # Spread over all of them; a single one lies in the middle.
+        # Evenly spread; a single one is the middle one.
         step = (len(prefixes) - 1) / max(num_partial - 1, 1)
         offset = len(prefixes) // 2 if num_partial == 1 else 0
         prefixes = [prefixes[offset + round(index * step)] for index in range(num_partial)]
@@ -47,27 +93,13 @@ def promising_recipes(
 def useful_recipes(
     sizes: Mapping[Recipe, CallBytes], seconds: Mapping[Recipe, CallSeconds], inside_s: Mapping[str, float]
 ) -> list[RecipeCosts]:
-    """The measured recipes, fastest first, without those that need no fewer bytes than a faster one.
-
-    To recompute takes time; where it was measured to take none, that is noise, and a part of what it repeats is added.
-    What a whole unit's replay takes beyond its forward is what it costs to replay it in a segment, too.
-    """
-    keep_s = seconds.get(KEEP, CallSeconds(0.0, 0.0))
-    # Whole units are forgotten in the same way, whatever their replays do.
-    whole_s = min((seconds[recipe].forward_s for recipe in sizes if recipe.whole), default=0.0)
-    least: dict[Recipe, CallSeconds] = {}
-    for recipe in sorted(sizes, key=lambda recipe: (recipe != KEEP, len(recipe.inner))):
-        # What this recipe repeats beyond a simpler one: a nested recompute beyond the plain one.
-        simpler_s = least.get(RECOMPUTE, keep_s) if recipe.whole and recipe.inner else keep_s
-        repeated_s = sum(inside_s.get(name, 0.0) for name in recipe.inner)
-        repeated_s += keep_s.forward_s if recipe.whole and simpler_s is keep_s else 0.0
-        least[recipe] = CallSeconds(
-            max(whole_s if recipe.whole else seconds[recipe].forward_s, keep_s.forward_s),
-            max(seconds[recipe].backward_s, simpler_s.backward_s + _LEAST_REPLAY * repeated_s),
-        )
-    again = _again_s(least)
+    """The measured recipes, fastest first, without dominated ones: those that need no fewer bytes than a faster one."""
+    plausible = _plausible_seconds(seconds, inside_s)
+    overheads = _replay_overheads(plausible)
     options = [
-        RecipeCosts(recipe, sizes[recipe], replace(least[recipe], again_s=again.get(recipe, 0.0)))
+        RecipeCosts(
+            recipe, sizes[recipe], replace(plausible[recipe], replay_overhead_s=overheads.get(recipe, 0.0))
+        )
         for recipe in sizes
     ]
     options.sort(key=lambda o: (o.recipe != KEEP, o.seconds.forward_s + o.seconds.backward_s))
@@ -78,11 +110,31 @@ def useful_recipes(
     return useful
 
 
-def _again_s(seconds: Mapping[Recipe, CallSeconds]) -> dict[Recipe, float]:
-    """What recipes take longer in the replay of a whole unit, or of more than that.
+def _plausible_seconds(
+    seconds: Mapping[Recipe, CallSeconds], inside_s: Mapping[str, float]
+) -> dict[Recipe, CallSeconds]:
+    """Seconds without noise: a recipe that was measured to replay in no time gets a part of what it repeats."""
+    keep_s = seconds.get(KEEP, CallSeconds(0.0, 0.0))
+    # All recipes of whole units have the same forward.
+    whole_s = min((found.forward_s for recipe, found in seconds.items() if recipe.whole), default=0.0)
+    plausible: dict[Recipe, CallSeconds] = {}
+    for recipe in sorted(seconds, key=lambda recipe: (recipe != KEEP, len(recipe.inner))):
+        # What this recipe repeats beyond a simpler one: a nested recompute beyond the plain one.
+        simpler_s = plausible.get(RECOMPUTE, keep_s) if recipe.whole and recipe.inner else keep_s
+        repeated_s = sum(inside_s.get(name, 0.0) for name in recipe.inner)
+        repeated_s += keep_s.forward_s if recipe.whole and simpler_s is keep_s else 0.0
+        plausible[recipe] = CallSeconds(
+            max(whole_s if recipe.whole else seconds[recipe].forward_s, keep_s.forward_s),
+            max(seconds[recipe].backward_s, simpler_s.backward_s + _LEAST_REPLAY * repeated_s),
+        )
+    return plausible
 
-    Where this was measured, the planner then never finds it faster to put the two together itself, whose bytes are less
-    exact. Where it was not, it takes as much longer as keeping does.
+
+def _replay_overheads(seconds: Mapping[Recipe, CallSeconds]) -> dict[Recipe, float]:
+    """Extra seconds of recipes inside the replay of a whole unit, or of a segment.
+
+    Where the nested recipe was measured, the planner never finds it faster to nest the two itself, whose bytes would be
+    less exact. Where it was not, the overhead is that of keeping.
     """
     found: dict[Recipe, float] = {}
     for recipe in sorted(seconds, key=lambda recipe: len(recipe.inner)):

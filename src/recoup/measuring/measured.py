@@ -1,0 +1,82 @@
+"""A measured step, from which a profile can be made for either kind of training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from recoup.devices.meter import Meter
+from recoup.measuring.problem.costs import StepCosts
+from recoup.measuring.problem.encode import encode, positions_of
+from recoup.model.conditions import Conditions
+from recoup.model.recipe import KEEP
+from recoup.plans.profile import Profile, ProfiledUnit
+
+__all__ = ["Measured"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured step.
+
+    Attributes:
+        model: that was measured.
+        meter: of its device.
+        costs: the measured bytes and seconds.
+        unsafe: by unit name, why it must be kept.
+        names: of the units.
+        conditions: what the model was called with.
+    """
+
+    model: nn.Module
+    meter: Meter
+    costs: StepCosts
+    unsafe: Mapping[str, str]
+    names: Mapping[nn.Module, str]
+    conditions: Conditions | None
+
+    def profile(self, holds_output: bool) -> Profile:
+        """The profile for a loop that holds the model's output through the backward, or does not."""
+        costs = replace(self.costs, holds_output=holds_output)
+        tail = costs.structure.tail
+        largest = sorted(tail.output, key=lambda number: tail.output[number], reverse=True)
+        return Profile(
+            type(self.model).__name__,
+            self.meter.device_name,
+            self._units(costs),
+            encode(costs),
+            costs.residents,
+            costs.accumulates,
+            self.meter.is_estimate,
+            device_bytes=self.meter.total_bytes(),
+            holds_output=holds_output,
+            output_bytes=sum(map(self.meter.rounded, tail.output.values())),
+            output_names=", ".join(dict.fromkeys(tail.names[number] for number in largest[:3])),
+            conditions=self.conditions,
+        )
+
+    def _units(self, costs: StepCosts) -> tuple[ProfiledUnit, ...]:
+        kinds: dict[Any, int] = {}
+        num_calls: dict[nn.Module, int] = {}
+        units = []
+        for position in positions_of(costs):
+            if position.call is None or position.seen is None:
+                units.append(ProfiledUnit(position.name, None, 0, -1, (KEEP,)))
+                continue
+            module = position.seen.module
+            number = num_calls[module] = num_calls.get(module, -1) + 1
+            units.append(
+                ProfiledUnit(
+                    position.name,
+                    self.names[module],
+                    number,
+                    kinds.setdefault(position.seen.kind, len(kinds)),
+                    tuple(option.recipe for option in costs.options[position.call]),
+                    self.unsafe.get(position.name, ""),
+                    num_parts=len(list(module.children())),
+                )
+            )
+        return tuple(units)

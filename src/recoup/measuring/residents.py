@@ -1,0 +1,43 @@
+"""Bytes that are allocated for the whole step: parameters, optimizer state, the sample, other models."""
+
+from __future__ import annotations
+
+from recoup.devices.meter import Meter
+from recoup.measuring.optimizer.cost import OptimizerCost, state_bytes_of
+from recoup.model.step import TrainingStep
+from recoup.plans.profile import Residents
+from recoup.tensors import needing_gradient, storages_of
+
+__all__ = ["find_residents"]
+
+
+def find_residents(
+    step: TrainingStep, optimizer: OptimizerCost, meter: Meter, allocated_bytes: int
+) -> Residents:
+    """What is allocated for the whole step.
+
+    Args:
+        step: that is measured.
+        optimizer: the cost of its optimizers.
+        meter: of its device.
+        allocated_bytes: before the first pass, where the meter sees residents.
+    """
+    model = step.model
+    parameters = storages_of([*model.parameters(), *model.buffers()])
+    parameter_bytes = sum(parameters.values())
+    if meter.sees_residents:
+        # Read now: the user's step may have made the state meanwhile.
+        state_bytes = sum(map(state_bytes_of, step.optimizers))
+        other_bytes = max(0, allocated_bytes - parameter_bytes - state_bytes)
+    else:
+        others = [tensor for one in step.reached.modules for tensor in (*one.parameters(), *one.buffers())]
+        residents = parameters | storages_of((step.given, others))
+        rounded_bytes = sum(map(meter.rounded, residents.values()))
+        other_bytes = rounded_bytes - parameter_bytes + meter.workspace_bytes
+    return Residents(
+        parameter_bytes,
+        optimizer.state_bytes + optimizer.missing_bytes,
+        other_bytes,
+        sum(parameter.nbytes for parameter in needing_gradient(list(model.parameters()))),
+        optimizer.transient_bytes,
+    )
