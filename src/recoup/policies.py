@@ -18,8 +18,6 @@ recompute. `KeepUnits` also takes names. Policies are values: they compare, hash
 from __future__ import annotations
 
 import difflib
-import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from recoup.errors import PolicyError
+from recoup.numbers import finite_number, whole_number
 
 __all__ = [
     "BalancedSegments",
@@ -104,9 +103,9 @@ class Policy(ABC):
         (True, False)
         """
         if not isinstance(unit, str):
-            unit = _check_whole("The unit", unit)
+            unit = whole_number("The unit must be", unit, PolicyError)
         if cost is not None:
-            cost = _check_cost(f"The cost of unit {unit!r}", cost)
+            cost = finite_number(f"The cost of unit {unit!r} must be", cost, PolicyError)
         elif self.needs_costs:
             raise PolicyError(f"{self} decides by cost, and none was given for unit {unit!r}. Pass cost=….")
         return self._keeps_unit(unit, 0.0 if cost is None else cost)
@@ -136,7 +135,7 @@ class Policy(ABC):
         )
 
     def _check(self, num_units: int, costs: Sequence[float] | None) -> tuple[float, ...]:
-        _check_whole("num_units", num_units)
+        whole_number("num_units must be", num_units, PolicyError)
         if costs is None:
             if self.needs_costs:
                 raise PolicyError(
@@ -191,7 +190,7 @@ class EveryN(_UnitPolicy):
     n: int = 4
 
     def __post_init__(self) -> None:
-        _check_whole("EveryN: n", self.n)
+        whole_number("EveryN: n must be", self.n, PolicyError)
 
     def _keeps_unit(self, unit: int | str, cost: float) -> bool:
         return self.n > 0 and _numbered(self, unit) % self.n == 0
@@ -209,7 +208,7 @@ class Selective(_UnitPolicy):
     needs_costs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_cost("Selective: threshold", self.threshold)
+        finite_number("Selective: threshold must be", self.threshold, PolicyError)
 
     def _keeps_unit(self, unit: int | str, cost: float) -> bool:
         return cost >= self.threshold
@@ -232,7 +231,10 @@ class KeepUnits(_UnitPolicy):
     def __post_init__(self) -> None:
         given: Any = self.units
         given = [given] if isinstance(given, (str, int)) else given
-        units = {unit if isinstance(unit, str) else _check_whole("KeepUnits: a unit", unit) for unit in given}
+        units = {
+            unit if isinstance(unit, str) else whole_number("KeepUnits: a unit must be", unit, PolicyError)
+            for unit in given
+        }
         # Numbers first, so that equal policies compare equal.
         object.__setattr__(
             self, "units", tuple(sorted(units, key=lambda unit: (isinstance(unit, str), unit)))
@@ -315,7 +317,7 @@ class UniformSegments(SegmentPolicy):
     count: int
 
     def __post_init__(self) -> None:
-        _check_whole("UniformSegments: count", self.count)
+        whole_number("UniformSegments: count must be", self.count, PolicyError)
 
     def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
         if not 0 < self.count <= num_units:
@@ -340,7 +342,7 @@ class BalancedSegments(SegmentPolicy):
     needs_costs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_whole("BalancedSegments: count", self.count)
+        whole_number("BalancedSegments: count must be", self.count, PolicyError)
 
     def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
         if not 0 < self.count <= num_units:
@@ -349,7 +351,7 @@ class BalancedSegments(SegmentPolicy):
         low, high = max(weights), sum(weights)
         while low < high:
             middle = (low + high) // 2
-            if _num_filled(weights, middle) <= self.count:
+            if len(_fill(weights, middle)) <= self.count:
                 high = middle
             else:
                 low = middle + 1
@@ -400,16 +402,6 @@ class Segments(SegmentPolicy):
         return self.bounds
 
 
-def _check_whole(name: str, value: Any) -> int:
-    try:
-        whole = operator.index(value)
-    except TypeError:
-        whole = -1
-    if whole < 0 or isinstance(value, bool):
-        raise PolicyError(f"{name} must be a whole number, 0 or more; got {value!r}.")
-    return whole
-
-
 def _numbered(policy: Policy, unit: int | str) -> int:
     if isinstance(unit, str):
         raise PolicyError(f"{policy} goes by numbers; got the name {unit!r}. Give the unit's number, from 0.")
@@ -424,20 +416,13 @@ def _known(name: str, names: Sequence[str]) -> str:
     )
 
 
-def _check_cost(name: str, value: Any) -> float:
-    try:
-        cost = float(value)
-    except (TypeError, ValueError):
-        cost = math.nan
-    if not 0 <= cost < math.inf:
-        raise PolicyError(f"{name} must be a finite number, 0 or more; got {value!r}.")
-    return cost
-
-
 def _checked_costs(num_units: int, costs: Sequence[float]) -> tuple[float, ...]:
     if len(costs) != num_units:
         raise PolicyError(f"{len(costs)} costs were given for {num_units} units. Give one cost per unit.")
-    return tuple(_check_cost(f"The cost of unit {unit}", cost) for unit, cost in enumerate(costs))
+    return tuple(
+        finite_number(f"The cost of unit {unit} must be", cost, PolicyError)
+        for unit, cost in enumerate(costs)
+    )
 
 
 def _checked_pair(pair: Any) -> tuple[int, int]:
@@ -445,8 +430,8 @@ def _checked_pair(pair: Any) -> tuple[int, int]:
         first, last = pair
     except (TypeError, ValueError):
         raise PolicyError(f"A segment is a pair (first, last); got {pair!r}.") from None
-    _check_whole("A segment's first unit", first)
-    _check_whole("A segment's last unit", last)
+    whole_number("A segment's first unit must be", first, PolicyError)
+    whole_number("A segment's last unit must be", last, PolicyError)
     if last < first:
         raise PolicyError(f"Segment {first}-{last} runs backwards. Write it as ({last}, {first}).")
     return int(first), int(last)
@@ -463,18 +448,8 @@ def _whole_weights(costs: Sequence[float]) -> list[int]:
     return [int(fraction * scale) for fraction in fractions]
 
 
-def _num_filled(weights: Sequence[int], limit: int) -> int:
-    """Counts the segments that result from filling each up to a limit; no fewer are possible."""
-    num_segments, load = 1, 0
-    for weight in weights:
-        if load + weight > limit:
-            num_segments, load = num_segments + 1, 0
-        load += weight
-    return num_segments
-
-
-def _fill(weights: Sequence[int], limit: int, count: int) -> list[int]:
-    """Gives the starts of exactly ``count`` segments, none above a limit that is known to be possible."""
+def _fill(weights: Sequence[int], limit: int, count: int = 0) -> list[int]:
+    """Gives the starts of segments that are filled up to a limit, so that no fewer are possible, or of ``count``."""
     starts, load = [0], weights[0]
     for unit, weight in enumerate(weights[1:], start=1):
         num_left = len(weights) - unit

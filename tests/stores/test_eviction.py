@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recoup.stores import ActivationStore
+from recoup.stores.eviction import Candidate as Entry
 from recoup.stores.eviction import choose_victims, value_density
-
-
-@dataclass(frozen=True)
-class Entry:
-    order: int
-    num_bytes: int
-    cost: float
-    last_used: int
 
 
 def store_of(sizes: list[int], **settings: object) -> ActivationStore:

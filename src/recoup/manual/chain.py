@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -12,10 +11,11 @@ from recoup.manual.memory import Memory
 from recoup.manual.run import Run
 from recoup.manual.scheduled import ScheduledRun, run_schedule
 from recoup.manual.steps import Step, call_forward
+from recoup.numbers import whole_number
 from recoup.planning import Option, Problem, Schedule, Unit
 from recoup.policies import EveryN, KeepAll, Policy
 from recoup.stores import ActivationStore
-from recoup.stores.arrays import array_bytes, copy_array, why_not_array
+from recoup.stores.arrays import copy_array, expect_array
 
 __all__ = ["Chain"]
 
@@ -126,7 +126,8 @@ class Chain:
         (0, 3)
         """
         array = _checked_input(x)
-        first_unit = None if first_unit is None else _checked_first(first_unit)
+        if first_unit is not None:
+            first_unit = whole_number("first_unit must be", first_unit, ChainError)
         start = first_unit or 0
         policy, store = self._arrangement(policy, store, start)
         kept = self._kept(policy, costs, first_unit)
@@ -143,29 +144,29 @@ class Chain:
     def problem(self, x: Any, *, costs: Sequence[float] | None = None) -> Problem:
         """Describes the chain for the planner: runs it once, holding nothing, and notes the bytes.
 
-        Every step counts as one option that needs only the step's input for its backward. Gradients count as
-        many bytes as what they are the gradient of.
+                Every step counts as one option that needs only the step's input for its backward. Gradients count as
+                many bytes as what they are the gradient of.
 
-        Args:
-            x: an input, as for `forward`.
-            costs: seconds of each step's forward, of which its backward takes as many; by default 1 each.
+                Args:
+                    x: an input, as for `forward`.
+                    costs: seconds of each step's forward, of which its backward takes as many; by default 1 each.
 
-        >>> import numpy as np
+                >>> import numpy as np
         >>> from recoup.planning import plan
-        >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
-        >>> chain = Chain([square] * 6)
-        >>> best = plan(chain.problem(np.ones(10)), "400B")
-        >>> best.solver, sum(best.predicted.num_recomputes)
-        ('chain', 3)
+                >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
+                >>> chain = Chain([square] * 6)
+                >>> best = plan(chain.problem(np.ones(10)), "400B")
+                >>> best.solver, sum(best.predicted.num_recomputes)
+                ('chain', 3)
         """
         array = _checked_input(x)
-        input_bytes = array_bytes(array)
+        input_bytes = array.nbytes
         seconds = _checked_costs(costs, len(self.steps))
         units = []
         for unit, step in enumerate(self.steps):
             array = call_forward(step, unit, array)
             option = Option("input", forward_s=seconds[unit], backward_s=seconds[unit])
-            units.append(Unit(step.label(unit), [option], output_bytes=array_bytes(array)))
+            units.append(Unit(step.label(unit), [option], output_bytes=array.nbytes))
         return Problem(units, input_bytes=input_bytes, input_gradient_bytes=input_bytes)
 
     def run_schedule(
@@ -173,22 +174,22 @@ class Chain:
     ) -> ScheduledRun:
         """Runs forward and backward as a planner's schedule says, nested replays and moves included.
 
-        Args:
-            x: the input of the first step; it is not changed.
-            schedule: for as many units as the chain has, such as a plan's.
-            grad_output: the gradient of the output, or a function that gives it for the output.
+                Args:
+                    x: the input of the first step; it is not changed.
+                    schedule: for as many units as the chain has, such as a plan's.
+                    grad_output: the gradient of the output, or a function that gives it for the output.
 
-        Raises:
-            ChainError: if the schedule is not legal for this chain; ``recoup.planning.simulate`` says more.
+                Raises:
+                    ChainError: if the schedule is not legal for this chain; ``recoup.planning.simulate`` says more.
 
-        >>> import numpy as np
+                >>> import numpy as np
         >>> from recoup.planning import revolve
-        >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
-        >>> run = Chain([square] * 3).run_schedule(
-        ...     np.array([2.0]), revolve(3, num_slots=1), grad_output=np.array([1.0])
-        ... )
-        >>> run.gradients.input, run.num_forwards
-        (array([1024.]), (3, 2, 1))
+                >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
+                >>> run = Chain([square] * 3).run_schedule(
+                ...     np.array([2.0]), revolve(3, num_slots=1), grad_output=np.array([1.0])
+                ... )
+                >>> run.gradients.input, run.num_forwards
+                (array([1024.]), (3, 2, 1))
         """
         return run_schedule(self.steps, schedule, array=_checked_input(x), grad_output=grad_output)
 
@@ -216,17 +217,8 @@ class Chain:
 
 def _checked_input(x: Any) -> Any:
     """A copy of a chain's input, which the steps may change."""
-    problem = why_not_array(x)
-    if problem:
-        raise ChainError(f"The chain's input must be an array: {problem}.")
+    expect_array("The chain's input must be an array", x, ChainError)
     return copy_array(x)
-
-
-def _checked_first(unit: Any) -> int:
-    number = -1 if isinstance(unit, bool) or not hasattr(unit, "__index__") else operator.index(unit)
-    if number < 0:
-        raise ChainError(f"first_unit must be a whole number, 0 or more; got {unit!r}.")
-    return number
 
 
 def _checked_costs(costs: Sequence[float] | None, num_steps: int) -> Sequence[float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from recoup.errors import NotHeldError, StoreFullError
 from recoup.stores import ActivationStore
-from recoup.stores.arrays import array_bytes, copy_array
+from recoup.stores.arrays import copy_array
 
 __all__ = ["Memory"]
 
@@ -41,7 +41,7 @@ class Memory:
     def drop(self, unit: int, array: Any) -> None:
         """Counts a unit's input as saved instead of holding it."""
         self._orders.pop(unit, None)
-        self.store.drop(unit, array_bytes(array))
+        self.store.drop(unit, array.nbytes)
 
     def load(self, unit: int) -> Any | None:
         """Gives a copy of a unit's input, or None if it is not held."""

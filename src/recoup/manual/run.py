@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recoup.errors import ChainError, NotHeldError, UnitRangeError
+from recoup.errors import NotHeldError, UnitRangeError
 from recoup.manual.memory import Memory
-from recoup.manual.steps import Step, call_backward, call_forward
+from recoup.manual.steps import Step, call_backward, call_forward, first_gradient
 from recoup.stores import ActivationStore
-from recoup.stores.arrays import copy_array, why_not_array
+from recoup.stores.arrays import copy_array
 
 __all__ = ["Gradients", "Run"]
 
@@ -99,15 +99,7 @@ class Run:
             ChainError: if the shape is wrong, or a step has no backward or gives a wrong result.
             NotHeldError: if a unit's input is gone and nothing is held before it.
         """
-        problem = why_not_array(grad_output)
-        if problem:
-            raise ChainError(f"The gradient of the output must be an array: {problem}.")
-        if tuple(grad_output.shape) != self._output_shape:
-            raise ChainError(
-                f"The gradient of the output has shape {tuple(grad_output.shape)}; the output has shape "
-                f"{self._output_shape}. Give one of the same shape."
-            )
-        grad = copy_array(grad_output)
+        grad = first_gradient(grad_output, self._output_shape)
         parameters: list[Any] = []
         aside: dict[int, Any] = {}
         for unit, step in reversed(self._steps.items()):

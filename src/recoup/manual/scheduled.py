@@ -8,11 +8,11 @@ from typing import Any
 
 from recoup.errors import ChainError
 from recoup.manual.run import Gradients
-from recoup.manual.steps import Step, call_backward, call_forward
+from recoup.manual.steps import Step, call_backward, call_forward, first_gradient
 from recoup.planning import Backward, Drop, Fetch, Forward, Keep, Schedule, Send, Value
 from recoup.planning.actions import Action
 from recoup.stores import ActivationStore
-from recoup.stores.arrays import array_bytes, copy_array, why_not_array
+from recoup.stores.arrays import copy_array
 
 __all__ = ["ScheduledRun", "run_schedule"]
 
@@ -65,7 +65,7 @@ class _Machine:
         self._next_backward = self._last
         self._parameters: list[Any] = [None] * len(steps)
         self._num_forwards = [0] * len(steps)
-        self._peak_bytes = array_bytes(array)
+        self._peak_bytes = array.nbytes
 
     def run(self, index: int, action: Action) -> None:
         where = f"Action {index} ({action})"
@@ -91,7 +91,7 @@ class _Machine:
                 self._note_peak()
 
     def _note_peak(self) -> None:
-        self._peak_bytes = max(self._peak_bytes, sum(map(array_bytes, self._values.values())))
+        self._peak_bytes = max(self._peak_bytes, sum(array.nbytes for array in self._values.values()))
 
     def _forward(self, where: str, action: Forward) -> None:
         unit = action.unit
@@ -105,21 +105,9 @@ class _Machine:
             del self._values[unit - 1]
         if unit == self._last and self._grad is None:
             self._output = output
-            self._grad = self._first_gradient(output)
+            self._grad = first_gradient(self._make_gradient(copy_array(output)), tuple(output.shape))
         if unit == self._last:
             del self._values[unit]  # the gradient stands in its place
-
-    def _first_gradient(self, output: Any) -> Any:
-        grad = self._make_gradient(copy_array(output))
-        problem = why_not_array(grad)
-        if problem:
-            raise ChainError(f"The gradient of the output must be an array: {problem}.")
-        if tuple(grad.shape) != tuple(output.shape):
-            raise ChainError(
-                f"The gradient of the output has shape {tuple(grad.shape)}; the output has shape"
-                f" {tuple(output.shape)}. Give one of the same shape."
-            )
-        return copy_array(grad)
 
     def _backward(self, where: str, unit: int) -> None:
         if unit != self._next_backward or self._grad is None:

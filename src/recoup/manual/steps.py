@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from recoup.errors import ChainError
-from recoup.stores.arrays import copy_array, dense, why_not_array
+from recoup.stores.arrays import copy_array, dense, expect_array
 
-__all__ = ["Step", "call_backward", "call_forward"]
+__all__ = ["Step", "call_backward", "call_forward", "first_gradient"]
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,7 @@ def call_forward(step: Step, unit: int, array: Any) -> Any:
     """
     with _naming(f"forward of {step.label(unit)}"), torch.no_grad():
         result = step.forward(array)
-    problem = why_not_array(result)
-    if problem:
-        raise ChainError(f"The forward of {step.label(unit)} must return an array: {problem}.")
+    expect_array(f"The forward of {step.label(unit)} must return an array", result, ChainError)
     return dense(result)
 
 
@@ -92,11 +90,9 @@ def call_backward(step: Step, unit: int, array: Any, grad_output: Any) -> tuple[
             "input, or a pair: that and the gradient of the parameters."
         )
     grad_input, grad_parameters = result if is_pair else (result, None)
-    problem = why_not_array(grad_input)
-    if problem:
-        raise ChainError(
-            f"The backward of {step.label(unit)} must give the gradient of its input: {problem}."
-        )
+    expect_array(
+        f"The backward of {step.label(unit)} must give the gradient of its input", grad_input, ChainError
+    )
     if tuple(grad_input.shape) != shape:
         raise ChainError(
             f"The backward of {step.label(unit)} gave a gradient of shape {tuple(grad_input.shape)} for an "
@@ -104,6 +100,21 @@ def call_backward(step: Step, unit: int, array: Any, grad_output: Any) -> tuple[
         )
     # Both gradients of a pair may be one array (adding a bias), which the next backward may change in place.
     return copy_array(grad_input) if is_pair else dense(grad_input), grad_parameters
+
+
+def first_gradient(grad_output: Any, output_shape: tuple[int, ...]) -> Any:
+    """A copy of the gradient that a backward starts from.
+
+    Raises:
+        ChainError: if it is no array of the output's shape.
+    """
+    expect_array("The gradient of the output must be an array", grad_output, ChainError)
+    if tuple(grad_output.shape) != output_shape:
+        raise ChainError(
+            f"The gradient of the output has shape {tuple(grad_output.shape)}; the output has shape "
+            f"{output_shape}. Give one of the same shape."
+        )
+    return copy_array(grad_output)
 
 
 @contextmanager

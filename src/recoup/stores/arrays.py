@@ -9,31 +9,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Array", "array_bytes", "copy_array", "dense", "is_array", "why_not_array"]
+from recoup.errors import RecoupError
+
+__all__ = ["Array", "copy_array", "dense", "expect_array"]
 
 # A NumPy scalar counts as an array without dimensions: reductions such as ``x.sum()`` give one.
 Array: TypeAlias = "Tensor | np.ndarray[Any, Any] | np.generic"
 
 
-def is_array(value: object) -> bool:
-    """Tells whether a value is an array that can be copied, measured and stored.
+def expect_array(what: str, value: object, error: type[RecoupError]) -> None:
+    """Raises ``error`` unless a value is an array that can be copied, measured and stored; says what to change.
 
-    >>> is_array(np.zeros(3)), is_array(torch.zeros(3)), is_array([0.0])
-    (True, True, False)
+    >>> from recoup.errors import StoreError
+    >>> expect_array("Unit 3 cannot be stored", [1.0], StoreError)
+    Traceback (most recent call last):
+    recoup.errors.StoreError: Unit 3 cannot be stored: got list; pass a torch tensor or a NumPy array.
     """
-    return why_not_array(value) is None
+    problem = _why_not_array(value)
+    if problem:
+        raise error(f"{what}: {problem}.")
 
 
-def why_not_array(value: object) -> str | None:
-    """Says what to change in a value that is no array, or None if it is one.
-
-    >>> why_not_array([1.0])
-    'got list; pass a torch tensor or a NumPy array'
-    """
+def _why_not_array(value: object) -> str:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             return f"got a tensor with layout {value.layout}, type {value.dtype}; pass a dense one"
-        return None
+        return ""
     if not isinstance(value, (np.ndarray, np.generic)):
         return f"got {type(value).__name__}; pass a torch tensor or a NumPy array"
     # A masked array would lose its mask on the way, and a matrix its meaning of "*".
@@ -42,16 +43,7 @@ def why_not_array(value: object) -> str | None:
     # Only the references would be copied, and the bytes behind them not counted.
     if value.dtype.hasobject:
         return f"got an array of Python objects (dtype {value.dtype}); pass one of numbers"
-    return None
-
-
-def array_bytes(array: Array) -> int:
-    """Counts the bytes of an array's elements.
-
-    >>> array_bytes(np.zeros((2, 3, 4), np.float32)), array_bytes(torch.zeros(3, dtype=torch.bfloat16))
-    (96, 6)
-    """
-    return int(array.nbytes)
+    return ""
 
 
 def copy_array(array: Array) -> Any:

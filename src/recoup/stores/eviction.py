@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
 
-__all__ = ["Eviction", "choose_victims", "value_density"]
+__all__ = ["Candidate", "Eviction", "choose_victims", "value_density"]
 
 Eviction: TypeAlias = Literal["oldest", "least_valuable", "refuse"]
 
 
-class Candidate(Protocol):
+@dataclass
+class Candidate:
     """What the choice looks at: an entry's place in the order of creation, size, cost and last use."""
 
-    @property
-    def order(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def cost(self) -> float: ...
-    @property
-    def last_used(self) -> int: ...
+    order: int
+    num_bytes: int
+    cost: float
+    last_used: int
 
 
 _Entry = TypeVar("_Entry", bound=Candidate)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recoup.stores.arrays import Array, array_bytes, copy_array
+from recoup.stores.arrays import Array, copy_array
 from recoup.stores.precision import Codec, Precision, codec_for, float_tensor
 
 __all__ = ["Held", "Place", "held_bytes", "hold"]
@@ -38,7 +38,7 @@ class Held:
     @property
     def num_bytes(self) -> int:
         """The bytes of the parts."""
-        return sum(array_bytes(part) for part in self.parts)
+        return sum(part.nbytes for part in self.parts)
 
     def copy(self) -> Any:
         """Gives the array back; what is held stays untouched."""
@@ -71,7 +71,7 @@ def held_bytes(array: Array, precision: Precision | None) -> int:
     """
     like = _describe(array)
     codec = codec_for(precision, like)
-    return array_bytes(array) if codec is None or like is None else codec.packed_bytes(like)
+    return array.nbytes if codec is None or like is None else codec.packed_bytes(like)
 
 
 def hold(array: Array, *, precision: Precision | None, place: Place, name: str) -> Held:

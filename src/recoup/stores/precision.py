@@ -8,12 +8,16 @@ NOTE [ Precisions ]
 3. Data is packed only where that is smaller. Integers, booleans, complex numbers, floats of as few bits and
    very small arrays are held exactly.
 4. What a precision cannot hold is an error and never an infinity that was not there before.
+
+A codec packs tensors of floats. ``pack`` gives new tensors that share nothing with the argument, or raises a
+`PrecisionError` that begins with ``name``; ``packed_bytes`` counts their bytes without packing. ``unpack`` gives a new
+tensor on the device of the parts, with the shape, type and memory order of ``like``, which may be a meta tensor.
+``error_bound`` is that of a tensor on the CPU.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -21,7 +25,7 @@ import torch
 from torch import Tensor
 
 from recoup.errors import PrecisionError
-from recoup.stores.arrays import Array, dense, why_not_array
+from recoup.stores.arrays import Array, dense, expect_array
 
 __all__ = ["BLOCK_SIZE", "Codec", "Precision", "codec_for", "error_bound", "float_tensor"]
 
@@ -51,9 +55,7 @@ def error_bound(precision: Precision | None, array: Array) -> Any:
     array([0., 0.])
     """
     check_precision(precision)
-    problem = why_not_array(array)
-    if problem:
-        raise PrecisionError(f"There is no error bound for this: {problem}.")
+    expect_array("There is no error bound for this", array, PrecisionError)
     tensor = float_tensor(array)
     codec = codec_for(precision, tensor)
     if tensor is None or codec is None:
@@ -81,42 +83,15 @@ def float_tensor(array: Array) -> Tensor | None:
     return torch.from_numpy(np.array(array, order="K"))
 
 
-class Codec(ABC):
-    """One way to hold a tensor of floats in fewer bits."""
-
-    @abstractmethod
-    def packed_bytes(self, tensor: Tensor) -> int:
-        """Counts the bytes that `pack` would hold, without packing."""
-
-    @abstractmethod
-    def pack(self, tensor: Tensor, *, name: str) -> tuple[Tensor, ...]:
-        """Gives new tensors that share nothing with the argument.
-
-        Raises:
-            PrecisionError: if a value cannot be held; the message begins with ``name``.
-        """
-
-    @abstractmethod
-    def unpack(self, parts: tuple[Tensor, ...], like: Tensor) -> Tensor:
-        """Gives a new tensor with the shape, type and memory order of ``like``, on the device of the parts.
-
-        Only the description of ``like`` is read: a meta tensor does.
-        """
-
-    @abstractmethod
-    def error_bound(self, tensor: Tensor) -> Tensor:
-        """Gives `error_bound` for a tensor on the CPU."""
-
-
 def codec_for(precision: Precision | None, tensor: Tensor | None) -> Codec | None:
     """Finds how to pack a tensor; None where it is to be held exactly (see NOTE [ Precisions ], rule 3)."""
     if precision is None or tensor is None:
         return None
-    codec: Codec = _Blocks() if precision == "int8" else _Rounded(getattr(torch, precision))
+    codec = _Blocks() if precision == "int8" else _Rounded(getattr(torch, precision))
     return codec if codec.packed_bytes(tensor) < tensor.numel() * tensor.element_size() else None
 
 
-class _Rounded(Codec):
+class _Rounded:
     """Every value rounded to a 16-bit type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -147,7 +122,7 @@ class _Rounded(Codec):
         return tensor.double().abs() * (info.eps / 2 + _SLACK) + info.smallest_normal * info.eps
 
 
-class _Blocks(Codec):
+class _Blocks:
     """Whole multiples of one scale per block, in eight bits."""
 
     def packed_bytes(self, tensor: Tensor) -> int:
@@ -190,6 +165,9 @@ class _Blocks(Codec):
         # zero, which a scale cannot go below (127 halves of it).
         own = (tensor.double().abs() + step) * (info.eps / 2 + _SLACK) + info.smallest_normal * info.eps
         return step * (0.5 + 2.0**-16) + own + 2.0**-143
+
+
+Codec: TypeAlias = _Rounded | _Blocks
 
 
 def _largest(tensor: Tensor) -> float:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from recoup.errors import StoreError, UnitRangeError
+from recoup.numbers import whole_number
 from recoup.sizes import format_bytes
 from recoup.stores.eviction import Eviction
 from recoup.stores.holding import Place
 from recoup.stores.precision import Precision, check_precision
 
-__all__ = ["Settings", "check_count", "checked_cost"]
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Settings:
         check_precision(self.precision)
         for name in ("max_entries", "num_units"):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+                whole_number(f"{name} must be", getattr(self, name), StoreError)
 
     def checked_unit(self, unit: Any) -> int:
         """Gives a unit's number.
@@ -45,12 +44,7 @@ class Settings:
         Raises:
             UnitRangeError: if it is no whole number, or out of range.
         """
-        try:
-            number = operator.index(unit)
-        except TypeError:
-            number = -1
-        if number < 0 or isinstance(unit, bool):
-            raise UnitRangeError(f"A unit is a whole number, 0 or more; got {unit!r}.")
+        number = whole_number("A unit is", unit, UnitRangeError)
         if self.num_units is not None and number >= self.num_units:
             raise UnitRangeError(
                 f"Unit {number} is out of range: the store was made for {self.num_units} units, counted from "
@@ -79,23 +73,6 @@ class Settings:
             problem = f"the store is limited to {self.max_entries} entries (max_entries)"
         fix = ", remove something first, or use evict='oldest'" if self.evict == "refuse" else ""
         return f"No room for unit {unit}: {problem}. Raise that limit{fix}."
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raises StoreError unless a value is a whole number, 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StoreError(f"{name} must be a whole number, 0 or more; got {value!r}.")
-
-
-def checked_cost(unit: int, cost: Any) -> float:
-    """Gives a cost as a float; StoreError if it is negative, not finite or no number."""
-    try:
-        value = float(cost)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise StoreError(f"The cost of unit {unit} must be a finite number, 0 or more; got {cost!r}.")
-    return value
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -18,25 +18,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recoup.errors import NotHeldError, StoreError, StoreFullError
+from recoup.numbers import finite_number, whole_number
 from recoup.sizes import format_bytes, parse_bytes
-from recoup.stores.arrays import Array, why_not_array
-from recoup.stores.eviction import Eviction, choose_victims
+from recoup.stores.arrays import Array, expect_array
+from recoup.stores.eviction import Candidate, Eviction, choose_victims
 from recoup.stores.holding import Held, Place, held_bytes, hold
 from recoup.stores.precision import Precision
 from recoup.stores.records import EntryInfo, StoreStats
-from recoup.stores.settings import Settings, check_count, checked_cost
+from recoup.stores.settings import Settings
 
 __all__ = ["ActivationStore"]
 
 
 @dataclass
-class _Entry:
+class _Entry(Candidate):
     unit: int
-    order: int
-    cost: float
     held: Held
-    num_bytes: int
-    last_used: int
 
 
 class ActivationStore:
@@ -107,10 +104,8 @@ class ActivationStore:
         After any of these the store is as it was before.
         """
         unit = self._settings.checked_unit(unit)
-        problem = why_not_array(array)
-        if problem:
-            raise StoreError(f"Unit {unit} cannot be stored: {problem}.")
-        cost = checked_cost(unit, cost)
+        expect_array(f"Unit {unit} cannot be stored", array, StoreError)
+        cost = finite_number(f"The cost of unit {unit} must be", cost, StoreError)
         with self._lock:
             # Asked first so that an array that will not fit is not copied in vain.
             self._make_room(unit, held_bytes(array, self._settings.precision))
@@ -157,7 +152,7 @@ class ActivationStore:
             StoreError: if the number of bytes is negative.
         """
         unit = self._settings.checked_unit(unit)
-        check_count("num_bytes", num_bytes)
+        num_bytes = whole_number("num_bytes must be", num_bytes, StoreError)
         with self._lock:
             if unit in self._entries:
                 self._forget(self._entries[unit], "")
@@ -294,7 +289,7 @@ class ActivationStore:
         self._saved.pop(unit, None)
         self._fates.pop(unit, None)
         self._clock += 1
-        self._entries[unit] = _Entry(unit, self._next_order, cost, held, num_bytes, self._clock)
+        self._entries[unit] = _Entry(self._next_order, num_bytes, cost, self._clock, unit, held)
         self._infos[unit] = EntryInfo(unit, self._next_order, num_bytes, cost, in_memory=True)
         self._next_order += 1
         self._num_created += 1
