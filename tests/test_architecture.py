@@ -33,7 +33,7 @@ ALLOWED = {
     "measuring": {"checkpointing", "devices", "model", "planning", "plans", "snapshot", "tensors"},
     "engines": {"checkpointing", "devices", "model", "planning", "plans", "policies", "tensors"},
     "auditing": {"checkpointing", "devices", "model", "snapshot", "tensors"},
-    "report": {"engines", "model", "planning", "plans"},
+    "report": {"auditing", "engines", "model", "planning", "plans"},
     "fitting": {
         "auditing",
         "budgets",

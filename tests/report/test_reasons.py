@@ -151,7 +151,7 @@ def test_no_recipe_is_better_than_the_frontier() -> None:
 def test_replays_are_told_apart() -> None:
     profile = make_profile(8)
     tight = plan(profile, make_subject(8, share=0.0).plan.budget_bytes)
-    phases = {moment.phase for moment in MemoryPicture(make_subject(8)).predicted}
+    phases = {moment.phase for moment in MemoryPicture(make_subject(8)).predicted.points}
     assert {"forward", "replay", "backward"} <= phases
     moments = moments_of(tight.schedule.predicted)
     assert max(moment.num_bytes for moment in moments) == tight.schedule.predicted.peak_bytes

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Audit", "Finding", "Kind", "make_finding"]
+__all__ = ["Audit", "Finding", "Kind", "make_finding", "some_of"]
 
 
 class Kind(str, Enum):
@@ -113,10 +113,15 @@ class Audit:
             key = (finding.is_unsafe, finding.what, finding.detail, finding.action)
             units.setdefault(key, []).append(finding.unit)
         for (_, what, detail, action), names in units.items():
-            yield f"  {_few(names)}: {what} ({detail})"
+            yield f"  {some_of(names)}: {what} ({detail})"
             yield f"    {action}"
 
 
-def _few(names: list[str], most: int = 4) -> str:
+def some_of(names: Sequence[str], *, most: int = 4) -> str:
+    """The first few names, and how many more there are.
+
+    >>> some_of(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -54,6 +54,11 @@ class Drift(NamedTuple):
     relative_error: float
     cosine: float
 
+    @property
+    def distance(self) -> str:
+        """Both figures in words."""
+        return f"relative error {self.relative_error:.2g}, cosine {self.cosine:.4f}"
+
 
 def fingerprint(tensor: Tensor) -> Digest:
     """A hash of a tensor, also of a sparse one."""
@@ -115,10 +120,7 @@ def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
 
 def list_drifts(found: list[Drift]) -> str:
     """The first few in words."""
-    few = [
-        f"{drift.name!r} (relative error {drift.relative_error:.2g}, cosine {drift.cosine:.4f})"
-        for drift in found[:5]
-    ]
+    few = [f"{drift.name!r} ({drift.distance})" for drift in found[:5]]
     return ", ".join(few) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recoup.errors import ScheduleError
 from recoup.model.recipe import RECOMPUTE
-from recoup.planning import Bound, Plan, Schedule, simulate
+from recoup.planning import Bound, Plan, Schedule, Simulation, simulate
 from recoup.planning.solvers.baselines import REPLAY, every, one_option_each
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
@@ -32,16 +32,20 @@ def recipes_by_hand(profile: Profile) -> list[ByHand]:
 
     Keep everything; recompute every unit, every second one, or the first few; about √n segments of √n units.
     """
-    found = [ByHand("keep everything", profile.plain_bytes, profile.plain.seconds)]
+    found = {(profile.plain_bytes, profile.plain.seconds): "keep everything"}
     for name, schedule in _schedules(profile):
-        made = _simulated(profile, name, schedule)
-        if made is not None and all(_figures(made) != _figures(other) for other in found):
-            found.append(made)
-    return found
+        try:
+            predicted = simulate(profile.problem, schedule)
+            found.setdefault((_peak_bytes(profile, schedule, predicted), predicted.seconds), name)
+        except ScheduleError:
+            pass
+    return [ByHand(name, *figures) for figures, name in found.items()]
 
 
-def _figures(recipe: ByHand) -> tuple[int, float]:
-    return recipe.peak_bytes, recipe.seconds
+def _peak_bytes(profile: Profile, schedule: Schedule, predicted: Simulation) -> int:
+    bound = Bound(0.0, schedules="all schedules")
+    plan = Plan(profile.problem, predicted.peak_bytes, schedule, "by hand", bound, predicted)
+    return ModelPlan(profile, plan, predicted.peak_bytes).predicted_bytes
 
 
 def _schedules(profile: Profile) -> Iterator[tuple[str, Schedule]]:
@@ -68,24 +72,5 @@ def _way(profile: Profile, index: int) -> int:
 
 def _recomputing(profile: Profile, units: Collection[int]) -> Schedule:
     chosen = set(units)
-    return one_option_each(
-        profile.problem,
-        [_way(profile, index) if index in chosen else 0 for index in range(len(profile.units))],
-    )
-
-
-def _simulated(profile: Profile, name: str, schedule: Schedule) -> ByHand | None:
-    try:
-        predicted = simulate(profile.problem, schedule)
-        plan = Plan(
-            profile.problem,
-            predicted.peak_bytes,
-            schedule,
-            "by hand",
-            Bound(0.0, schedules="all schedules"),
-            predicted,
-        )
-        peak_bytes = ModelPlan(profile, plan, predicted.peak_bytes).predicted_bytes
-    except ScheduleError:
-        return None
-    return ByHand(name, peak_bytes, predicted.seconds)
+    choices = [_way(profile, index) if index in chosen else 0 for index in range(len(profile.units))]
+    return one_option_each(profile.problem, choices)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from recoup.errors import ScheduleError
-from recoup.planning import Action, Backward, Forward, Keep, Option, Schedule, simulate
+from recoup.planning import Action, Backward, Forward, Keep, Schedule, simulate
 from recoup.planning.solvers.baselines import REPLAY
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
+from recoup.report.memory import durations
+from recoup.report.subject import beyond_bytes
 
 __all__ = ["Decision", "Decisions", "Way"]
 
@@ -73,9 +75,12 @@ class Decisions(Sequence[Decision]):
     def __init__(self, plan: ModelPlan) -> None:
         self.plan = plan
         self.problem = plan.profile.problem
-        self.actions = tuple(plan.schedule.schedule)
-        seconds = self._seconds()
-        self._all = [self._decide(item, leaf, seconds) for item in plan.items for leaf in leaves_of([item])]
+        seconds = [0.0] * len(self.problem.units)
+        for moment, duration_s in durations(plan.schedule.predicted):
+            seconds[moment.unit] += duration_s
+        self._all = [
+            self._decide(item, leaf, seconds[leaf.unit]) for item in plan.items for leaf in leaves_of([item])
+        ]
 
     def __len__(self) -> int:
         return len(self._all)
@@ -83,44 +88,29 @@ class Decisions(Sequence[Decision]):
     def __getitem__(self, index: int) -> Decision:  # type: ignore[override]
         return self._all[index]
 
-    def _seconds(self) -> list[float]:
-        """What each position takes in all, over all its forwards and its backward."""
-        seconds = [0.0] * len(self.problem.units)
-        has_run: set[int] = set()
-        for action in self.actions:
-            unit = self.problem.units[action.unit]
-            if isinstance(action, Forward):
-                option = unit.lightest if action.option is None else unit.options[action.option]
-                seconds[action.unit] += option.forward_s
-                if action.option is not None and action.unit in has_run:
-                    seconds[action.unit] += option.again_s
-                has_run.add(action.unit)
-            elif isinstance(action, Backward):
-                option = unit.options[action.option]
-                seconds[action.unit] += option.extra_s + option.backward_s
-        return seconds
-
-    def _decide(self, item: Item, leaf: Leaf, seconds: Sequence[float]) -> Decision:
+    def _decide(self, item: Item, leaf: Leaf, seconds: float) -> Decision:
         unit = self.problem.units[leaf.unit]
         plain, option = unit.options[0], unit.options[leaf.option]
-        is_replayed = isinstance(item, Segment)
-        held_bytes = 0 if is_replayed else option.held_bytes
-        freed_bytes = plain.held_bytes - held_bytes
-        if leaf.unit < item.last:
-            freed_bytes += unit.output_bytes
+        segment = item if isinstance(item, Segment) else None
+        held_bytes = 0 if segment else option.held_bytes
+        inside_bytes = unit.output_bytes if leaf.unit < item.last else 0
         return Decision(
             unit=leaf.unit,
             label=self.plan.label(item),
-            segment=item if isinstance(item, Segment) and item.first < item.last else None,
-            choice=REPLAY if is_replayed else leaf.option,
+            segment=segment if item.first < item.last else None,
+            choice=REPLAY if segment else leaf.option,
             held_bytes=held_bytes,
             plain_held_bytes=plain.held_bytes,
-            freed_bytes=freed_bytes,
+            freed_bytes=plain.held_bytes - held_bytes + inside_bytes,
             output_bytes=unit.output_bytes,
-            transient_bytes=_transient_bytes(option),
+            transient_bytes=max(
+                option.forward_transient_bytes,
+                option.replay_transient_bytes,
+                option.backward_transient_bytes,
+            ),
             forward_s=plain.forward_s,
             backward_s=plain.extra_s + plain.backward_s,
-            extra_s=seconds[leaf.unit] - plain.total_s,
+            extra_s=round(seconds - plain.total_s, 12) + 0.0,  # without what sums round, and never -0.0
         )
 
     def ways(self, unit: int) -> list[Way]:
@@ -147,26 +137,22 @@ class Decisions(Sequence[Decision]):
             simulation = simulate(self.problem, Schedule(self._swapped(unit, choice)))
         except ScheduleError:
             return None
-        known_bytes = self.plan.schedule.predicted.peak_bytes
-        beyond_bytes = self.plan.predicted_bytes - known_bytes
-        return simulation.peak_bytes + max(0, beyond_bytes)
+        peak_bytes = simulation.peak_bytes + beyond_bytes(self.plan)
+        return max(peak_bytes, self.plan.profile.residents.optimizer_peak_bytes)
 
     def _swapped(self, unit: int, choice: int) -> Iterator[Action]:
+        """The plan's actions with another choice for one unit."""
         option = max(choice, 0)
         keep = Forward(unit, keep=Keep.OPTION, option=option)
-        is_first = True
-        for action in self.actions:
+        first = Forward(unit, keep=Keep.INPUT if unit else Keep.NOTHING) if choice == REPLAY else keep
+        has_run = False
+        for action in self.plan.schedule.schedule:
             if action.unit != unit:
                 yield action
             elif isinstance(action, Backward):
                 if choice == REPLAY:
                     yield keep
                 yield Backward(unit, option=option)
-            elif is_first:
-                is_first = False
-                passing = Forward(unit, keep=Keep.INPUT if unit else Keep.NOTHING)
-                yield passing if choice == REPLAY else keep
-
-
-def _transient_bytes(option: Option) -> int:
-    return max(option.forward_transient_bytes, option.replay_transient_bytes, option.backward_transient_bytes)
+            elif not has_run:
+                has_run = True
+                yield first

@@ -35,31 +35,27 @@ def write_html(subject: Subject, path: str | Path) -> Path:
 
 def to_html(subject: Subject) -> str:
     """The whole report: memory over the step, the frontier, and every unit with the reason for its treatment."""
-    plan = subject.plan
+    plan, memory = subject.plan, MemoryPicture(subject)
     colours = colours_of(plan.profile)
-    memory = MemoryPicture(subject)
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            summary=summarize(subject),
-            plan=plan,
-            memory=memory,
-            tradeoff=make_tradeoff(plan),
-            rows=[(row, colours[row.decision.unit].partition(" ")[0]) for row in rows_of(plan)],
-            findings=sorted(subject.audit.findings, key=lambda finding: not finding.is_unsafe),
-            data={"memory": memory.data},
-        )
+    return _render(
+        "report.html",
+        subject,
+        memory=memory,
+        tradeoff=make_tradeoff(plan),
+        rows=[(row, colours[row.decision.unit].partition(" ")[0]) for row in rows_of(plan)],
+        findings=sorted(subject.audit.findings, key=lambda finding: not finding.is_unsafe),
+        data={"memory": memory.data},
     )
 
 
 def to_notebook(subject: Subject) -> str:
     """The table and the picture of memory, for a notebook's output."""
-    return (
-        _environment()
-        .get_template("notebook.html")
-        .render(summary=summarize(subject), plan=subject.plan, memory=MemoryPicture(subject))
-    )
+    return _render("notebook.html", subject, memory=MemoryPicture(subject))
+
+
+def _render(template: str, subject: Subject, **values: Any) -> str:
+    values |= {"summary": summarize(subject), "plan": subject.plan, "seen": subject.verification}
+    return _environment().get_template(template).render(values)
 
 
 @cache

@@ -43,19 +43,11 @@ def plot_frontier(profile_or_plans: Profile | Iterable[ModelPlan], ax: Axes | No
             raise ValueError("A frontier needs plans. Give a profile, or plans from recoup.frontier.")
         recipes = recipes_by_hand(plans[0].profile)
     sizes = [plan.predicted_bytes for plan in plans]
-    ax.step(
-        sizes, [plan.predicted_s * 1e3 for plan in plans], where="post", marker="o", ms=3, label="best plan"
-    )
+    times_ms = [plan.predicted_s * 1e3 for plan in plans]
+    ax.step(sizes, times_ms, where="post", marker="o", ms=3, label="best plan")
+    style: dict[str, Any] = {"color": "0.35", "markersize": 5, "fillstyle": "none"}
     for marker, recipe in zip(cycle(_MARKERS), recipes, strict=False):
-        ax.plot(
-            recipe.peak_bytes,
-            recipe.seconds * 1e3,
-            marker,
-            color="0.35",
-            markersize=5,
-            fillstyle="none",
-            label=recipe.name,
-        )
+        ax.plot(recipe.peak_bytes, recipe.seconds * 1e3, marker, label=recipe.name, **style)
     _byte_axis(ax.xaxis, min(sizes), max([*sizes, *(recipe.peak_bytes for recipe in recipes)]))
     ax.set(xlabel="peak memory", ylabel="step (ms)")
     ax.legend(frameon=False, fontsize="small")
@@ -74,18 +66,18 @@ def plot_memory(fitted: Subject, ax: Axes | None = None) -> Axes:
     """
     ax = _axes(ax)
     picture = MemoryPicture(fitted)
-    lines: list[tuple[str, Any, float, dict[str, Any]]] = [
-        ("plain, predicted", picture.plain, fitted.plan.profile.plain.seconds, {"color": "0.6"}),
-        ("fitted, predicted", picture.predicted, fitted.plan.predicted_s, {"color": "C0"}),
+    curves = [
+        ("plain, predicted", picture.plain, "0.6"),
+        ("fitted, predicted", picture.predicted, "C0"),
+        ("fitted, measured", picture.measured, "C1"),
     ]
-    if picture.measured:
-        lines.append(("fitted, measured", picture.measured, picture.measured[-1][0], {"color": "C1"}))
-    for label, points, end_s, style in lines:
-        times_ms = [point[0] * 1e3 for point in points] + [end_s * 1e3]
-        levels = [point[1] for point in points]
-        ax.step(times_ms, [*levels, levels[-1]], where="post", linewidth=1, label=label, **style)
+    for label, curve, colour in curves:
+        if curve is not None:
+            times_ms = [point[0] * 1e3 for point in curve.points] + [curve.end * 1e3]
+            levels = [point[1] for point in curve.points]
+            ax.step(times_ms, [*levels, levels[-1]], where="post", linewidth=1, label=label, color=colour)
     ax.axhline(fitted.plan.budget_bytes, color="C3", linestyle="--", linewidth=1, label="budget")
-    ax.set(xlabel="time (ms)", ylabel="memory", xlim=(0, picture.end_s * 1e3), ylim=(0, None))
+    ax.set(xlabel="time (ms)", ylabel="memory", xlim=(0, picture.axes[0].high * 1e3), ylim=(0, None))
     _byte_axis(ax.yaxis, 0, ax.get_ylim()[1])
     ax.legend(frameon=False, fontsize="small")
     return ax

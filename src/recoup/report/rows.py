@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recoup.plans.model_plan import ModelPlan, span_name
 from recoup.report.decisions import Decision, Decisions
@@ -26,7 +26,6 @@ class Row:
         decision: the figures.
         tone: ``"keep"``, ``"recompute"``, ``"unsafe"`` or ``"code"``.
         why: the reason, in a sentence.
-        kind: the units' kind in the profile.
     """
 
     names: tuple[str, ...]
@@ -34,7 +33,6 @@ class Row:
     decision: Decision
     tone: str
     why: str
-    kind: int
 
 
 def rows_of(plan: ModelPlan) -> list[Row]:
@@ -45,31 +43,14 @@ def rows_of(plan: ModelPlan) -> list[Row]:
     return [_row(plan, decisions, group, ask=ask) for group in groups]
 
 
-def _key(plan: ModelPlan, decision: Decision) -> tuple[object, ...]:
-    unit = plan.profile.units[decision.unit]
-    return (
-        unit.kind,
-        unit.is_code,
-        unit.unsafe,
-        decision.label,
-        decision.choice,
-        decision.held_bytes,
-        decision.plain_held_bytes,
-        decision.output_bytes,
-        decision.transient_bytes,
-        decision.forward_s,
-        decision.backward_s,
-        round(decision.extra_s, 9),
-    )
-
-
 def _groups(plan: ModelPlan, decisions: Decisions) -> list[list[Decision]]:
     groups: list[list[Decision]] = []
     # By kind: the next of a kind shares the row of the one before, or closes it.
-    latest: dict[object, tuple[tuple[object, ...], list[Decision]]] = {}
+    latest: dict[object, tuple[object, list[Decision]]] = {}
     for decision in decisions:
-        key = _key(plan, decision)
         unit = plan.profile.units[decision.unit]
+        figures = replace(decision, unit=0, segment=None, freed_bytes=0, extra_s=round(decision.extra_s, 9))
+        key = (unit.kind, unit.is_code, unit.unsafe, figures)
         kind = key if unit.is_code else unit.kind
         known, group = latest.get(kind, (None, []))
         if known == key and decision.unit - group[-1].unit <= _WIDEST_GAP:
@@ -83,17 +64,13 @@ def _groups(plan: ModelPlan, decisions: Decisions) -> list[list[Decision]]:
 def _row(plan: ModelPlan, decisions: Decisions, alike: list[Decision], *, ask: bool) -> Row:
     units = [plan.profile.units[decision.unit] for decision in alike]
     first = units[0]
-    if first.unsafe:
-        tone = "unsafe"
-    elif first.is_code:
-        tone = "code"
-    else:
-        tone = "keep" if alike[0].is_kept else "recompute"
+    tone = "keep" if alike[0].is_kept else "recompute"
+    if first.unsafe or first.is_code:
+        tone = "unsafe" if first.unsafe else "code"
     return Row(
         names=tuple(unit.name for unit in units),
         title=span_name(first.name, units[-1].name),
         decision=alike[0],
         tone=tone,
         why=explain(decisions, alike, ask=ask),
-        kind=first.kind,
     )

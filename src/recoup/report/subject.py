@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from recoup.auditing.findings import Audit
 from recoup.engines.verify import Verification
 from recoup.plans.model_plan import ModelPlan
 
-__all__ = ["Findings", "Subject"]
-
-
-class Findings(Protocol):
-    """What an audit found."""
-
-    @property
-    def findings(self) -> Sequence[Any]:
-        """Each with ``unit``, ``what``, ``detail``, ``action`` and ``is_unsafe``."""
-
-    @property
-    def unsafe(self) -> Mapping[str, str]:
-        """By name, the units that must be kept, and why."""
+__all__ = ["Subject", "beyond_bytes"]
 
 
 class Subject(Protocol):
@@ -31,9 +19,16 @@ class Subject(Protocol):
         """What happens to which unit."""
 
     @property
-    def audit(self) -> Findings:
+    def audit(self) -> Audit:
         """What could make a replay unsafe."""
 
     @property
     def verification(self) -> Verification | None:
         """A real step under the plan."""
+
+
+def beyond_bytes(plan: ModelPlan) -> int:
+    """Bytes that segments hold besides their input: in the plan's predicted peak, but not in its simulation."""
+    if plan.predicted_bytes == plan.profile.residents.optimizer_peak_bytes:
+        return 0
+    return plan.predicted_bytes - plan.schedule.predicted.peak_bytes

@@ -1,10 +1,11 @@
-"""The figures of a fitted step, and one sentence about them."""
+"""A fitted step in one sentence, and what else is to be said about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recoup.engines.drift import Drift
+from recoup.engines.verify import Verification
+from recoup.plans.model_plan import ModelPlan
 from recoup.report.numbers import format_share
 from recoup.report.subject import Subject
 from recoup.sizes import format_bytes
@@ -17,89 +18,59 @@ _SAME_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a fitted step, and sentences about them. What was not measured is ``None``."""
+    """What follows from a plan's figures and, where a real step was run, from those of its verification."""
 
-    model: str
-    device: str
-    budget_bytes: int
-    plain_bytes: int
-    plain_measured_bytes: int | None
-    predicted_bytes: int
-    measured_bytes: int | None
-    plain_s: float
-    plain_measured_s: float | None
-    predicted_s: float
-    measured_s: float | None
-    gradients: str
-    drifting: tuple[str, ...]
-    keeps_everything: bool
-    notes: tuple[str, ...] = ()
+    plan: ModelPlan
+    seen: Verification | None
 
     @property
     def peak_bytes(self) -> int:
         """Of the fitted step: measured, or else predicted."""
-        return self.predicted_bytes if self.measured_bytes is None else self.measured_bytes
+        return self.seen.peak_bytes if self.seen else self.plan.predicted_bytes
 
     @property
     def predicted_overhead(self) -> float:
         """By what share of the plain step the fitted one was predicted to take longer."""
-        return self.predicted_s / self.plain_s - 1 if self.plain_s else 0.0
+        plain_s = self.plan.profile.plain.seconds
+        return self.plan.predicted_s / plain_s - 1 if plain_s else 0.0
 
     @property
     def measured_overhead(self) -> float | None:
         """By what share of the plain step the fitted one took longer, where both were run."""
-        if self.measured_s is None or not self.plain_measured_s:
+        if self.seen is None or not self.seen.plain_seconds:
             return None
-        return self.measured_s / self.plain_measured_s - 1
-
-    @property
-    def verdict(self) -> str:
-        """Whether it fits, in a word or two."""
-        if self.peak_bytes > self.budget_bytes:
-            return "Does not fit"
-        return "Predicted to fit" if self.measured_bytes is None else "Fits"
+        return self.seen.seconds / self.seen.plain_seconds - 1
 
     @property
     def headline(self) -> str:
         """Peak, budget and overhead, such as ``"Fits: 5.00 GiB of 8.00 GiB, 12 % slower than plain"``."""
-        return (
-            f"{self.verdict}: {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)},"
-            f" {self._speed()}"
-        )
+        verdict = "Fits" if self.seen else "Predicted to fit"
+        if self.peak_bytes > self.plan.budget_bytes:
+            verdict = "Does not fit"
+        budget = format_bytes(self.plan.budget_bytes)
+        return f"{verdict}: {format_bytes(self.peak_bytes)} of {budget}, {self._speed()}"
 
     def _speed(self) -> str:
-        if self.keeps_everything:
+        if self.plan.keeps_everything:
             return "nothing is recomputed"
         measured = self.measured_overhead
         overhead = self.predicted_overhead if measured is None else measured
-        expected = "expected " if measured is None and self.measured_bytes is not None else ""
+        expected = "expected " if measured is None and self.seen else ""
         if overhead < _SAME_SHARE:
             return f"{expected}as fast as plain"
         return f"{expected}{format_share(overhead)} slower than plain"
 
+    @property
+    def drifting(self) -> list[str]:
+        """Gradients that differ in plain steps too, with how far they are apart."""
+        return [f"{drift.name} ({drift.distance})" for drift in self.seen.drifting] if self.seen else []
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be known about the figures, in sentences."""
+        return list(dict.fromkeys([*self.plan.notes, *(self.seen.notes if self.seen else ())]))
+
 
 def summarize(subject: Subject) -> Summary:
-    """The figures of a fitted model."""
-    plan, seen = subject.plan, subject.verification
-    profile = plan.profile
-    return Summary(
-        model=profile.model,
-        device=profile.device,
-        budget_bytes=plan.budget_bytes,
-        plain_bytes=profile.plain_bytes,
-        plain_measured_bytes=seen.plain_peak_bytes if seen else None,
-        predicted_bytes=plan.predicted_bytes,
-        measured_bytes=seen.peak_bytes if seen else None,
-        plain_s=profile.plain.seconds,
-        plain_measured_s=seen.plain_seconds if seen else None,
-        predicted_s=plan.predicted_s,
-        measured_s=seen.seconds if seen else None,
-        gradients=seen.gradients if seen else "",
-        drifting=tuple(map(_described, seen.drifting)) if seen else (),
-        keeps_everything=plan.keeps_everything,
-        notes=tuple(dict.fromkeys([*getattr(plan, "notes", ()), *getattr(seen, "notes", ())])),
-    )
-
-
-def _described(drift: Drift) -> str:
-    return f"{drift.name} (relative error {drift.relative_error:.2g}, cosine {drift.cosine:.4f})"
+    """What there is to say about a fitted model."""
+    return Summary(subject.plan, subject.verification)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from textwrap import wrap
+from typing import Any
 
+from recoup.auditing.findings import some_of
 from recoup.report.numbers import format_seconds, format_share
 from recoup.report.subject import Subject
 from recoup.report.summary import Summary, summarize
@@ -13,15 +15,13 @@ from recoup.sizes import format_bytes
 __all__ = ["to_text"]
 
 _MOST_GROUPS = 16
-_MOST_NAMES = 4
 _WIDTH = 100
 
 
 def to_text(subject: Subject) -> str:
     """The budget, peaks and seconds with notes, what happens to which units, and what was unsafe."""
-    summary = summarize(subject)
-    lines = [f"{summary.model} on {summary.device}. {summary.headline}."]
-    lines += _figures(summary)
+    summary, profile = summarize(subject), subject.plan.profile
+    lines = [f"{profile.model} on {profile.device}. {summary.headline}.", *_figures(summary)]
     if summary.notes:
         lines += ["", *(line for note in summary.notes for line in _wrapped(note))]
     lines += ["", *_groups(subject.plan.describe_units())]
@@ -30,34 +30,24 @@ def to_text(subject: Subject) -> str:
 
 
 def _figures(summary: Summary) -> Iterator[str]:
-    rows = (
-        ("", "predicted", "measured"),
-        ("peak, plain", _bytes(summary.plain_bytes), _bytes(summary.plain_measured_bytes)),
-        ("peak, fitted", _bytes(summary.predicted_bytes), _bytes(summary.measured_bytes)),
-        ("budget", _bytes(summary.budget_bytes), ""),
-        ("step, plain", _seconds(summary.plain_s), _seconds(summary.plain_measured_s)),
-        ("step, fitted", _seconds(summary.predicted_s), _seconds(summary.measured_s)),
-        ("overhead", format_share(summary.predicted_overhead), _share(summary.measured_overhead)),
-        ("gradients", "", summary.gradients or "-"),
-    )
-    for name, predicted, measured in rows:
-        yield f"  {name:<14}{predicted:>10}  {measured:>10}".rstrip()
+    plan, seen, profile = summary.plan, summary.seen, summary.plan.profile
+    rows: list[tuple[str, Callable[[Any], str], Any, Any]] = [
+        ("", str, "predicted", "measured"),
+        ("peak, plain", format_bytes, profile.plain_bytes, seen and seen.plain_peak_bytes),
+        ("peak, fitted", format_bytes, plan.predicted_bytes, seen and seen.peak_bytes),
+        ("budget", str, format_bytes(plan.budget_bytes), ""),
+        ("step, plain", format_seconds, profile.plain.seconds, seen and seen.plain_seconds),
+        ("step, fitted", format_seconds, plan.predicted_s, seen and seen.seconds),
+        ("overhead", format_share, summary.predicted_overhead, summary.measured_overhead),
+        ("gradients", str, "", seen and seen.gradients),
+    ]
+    for name, form, predicted, measured in rows:
+        known = "-" if measured is None else form(measured)
+        yield f"  {name:<14}{form(predicted):>10}  {known:>10}".rstrip()
 
 
 def _wrapped(sentence: str) -> list[str]:
     return wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _bytes(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else format_bytes(num_bytes)
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else format_seconds(seconds)
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else format_share(share)
 
 
 def _groups(groups: list[tuple[str, str]]) -> Iterator[str]:
@@ -77,11 +67,6 @@ def _notes(subject: Subject, summary: Summary) -> Iterator[str]:
     if reasons or summary.drifting:
         yield ""
     for (what, why), names in reasons.items():
-        yield f"  {what}: {_few(names)} ({why})"
+        yield f"  {what}: {some_of(names)} ({why})"
     if summary.drifting:
-        yield f"  not deterministic in plain steps either: {_few(summary.drifting)}"
-
-
-def _few(names: list[str] | tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+        yield f"  not deterministic in plain steps either: {some_of(summary.drifting)}"

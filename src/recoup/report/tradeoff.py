@@ -10,7 +10,7 @@ from functools import cached_property
 from recoup.plans.model_plan import ModelPlan, frontier
 from recoup.plans.profile import Profile
 from recoup.report.by_hand import ByHand, recipes_by_hand
-from recoup.report.memory import Tick
+from recoup.report.chart import Axis, Curve, Tick, box_axes
 from recoup.report.numbers import byte_ticks, format_seconds, format_share, share_ticks
 from recoup.sizes import format_bytes
 
@@ -41,7 +41,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class TradeoffPicture:
-    """The frontier, ready to draw in a box of 1000 by 1000."""
+    """The frontier, ready to draw."""
 
     plan: ModelPlan
     plans: tuple[ModelPlan, ...]
@@ -65,33 +65,14 @@ class TradeoffPicture:
         return self.plans[: len(self.plans) - len(self.shown)]
 
     @cached_property
-    def _points(self) -> list[tuple[int, float]]:
-        ours = [(plan.predicted_bytes, plan.predicted_s) for plan in (*self.shown, self.plan)]
-        return ours + [(recipe.peak_bytes, recipe.seconds) for recipe in self.by_hand]
-
-    @cached_property
-    def bytes_range(self) -> tuple[float, float]:
-        """The least and the most bytes in the drawing."""
-        sizes = [num_bytes for num_bytes, _ in self._points]
+    def axes(self) -> tuple[Axis, Axis]:
+        """Bytes and seconds, as far as there is something to draw."""
+        ours = [*self.shown, self.plan]
+        sizes = [plan.predicted_bytes for plan in ours] + [recipe.peak_bytes for recipe in self.by_hand]
+        times = [plan.predicted_s for plan in ours] + [recipe.seconds for recipe in self.by_hand]
         if self.plan.budget_bytes < 1.3 * max(sizes):
             sizes.append(self.plan.budget_bytes)
-        return _padded(min(sizes), max(sizes))
-
-    @cached_property
-    def seconds_range(self) -> tuple[float, float]:
-        """The least and the most seconds in the drawing."""
-        times = [seconds for _, seconds in self._points]
-        return _padded(min(times), max(times))
-
-    def left(self, num_bytes: float) -> float:
-        """Bytes in per cent of the width."""
-        low, high = self.bytes_range
-        return round((num_bytes - low) / (high - low) * 100, 2)
-
-    def bottom(self, seconds: float) -> float:
-        """Seconds in per cent of the height."""
-        low, high = self.seconds_range
-        return round((seconds - low) / (high - low) * 100, 2)
+        return box_axes(_padded(sizes), _padded(times))
 
     @property
     def line(self) -> str:
@@ -99,15 +80,11 @@ class TradeoffPicture:
 
         It begins at the lightest plan, or at the upper edge where lighter plans are beyond the drawing.
         """
-        places = [
-            (self.left(plan.predicted_bytes) * 10, 1000 - self.bottom(plan.predicted_s) * 10)
-            for plan in self.shown
-        ]
-        if not places:
+        if not self.shown:
             return ""
-        steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in places[1:])
-        top = 0.0 if self.hidden else places[0][1]
-        return f"M{places[0][0]:.1f} {top:.1f}V{places[0][1]:.1f}{steps}H1000"
+        x, y = self.axes
+        points = [(plan.predicted_bytes, plan.predicted_s) for plan in self.shown]
+        return Curve(points, x.high).path(x, y, begin=y.high if self.hidden else None)
 
     @property
     def beyond(self) -> Mark | None:
@@ -115,10 +92,9 @@ class TradeoffPicture:
         if not self.hidden or not self.shown:
             return None
         lightest = self.hidden[0]
-        mark = self._mark(
-            "▲", "lightest plan, beyond the plot", lightest.predicted_bytes, lightest.predicted_s
-        )
-        return replace(mark, left=self.left(self.shown[0].predicted_bytes), bottom=100.0)
+        name = "lightest plan, beyond the plot"
+        mark = self._mark("▲", name, lightest.predicted_bytes, lightest.predicted_s)
+        return replace(mark, left=self.axes[0].percent(self.shown[0].predicted_bytes), bottom=100.0)
 
     @property
     def points(self) -> list[Mark]:
@@ -130,23 +106,21 @@ class TradeoffPicture:
         """This plan."""
         return self._mark("", "this plan", self.plan.predicted_bytes, self.plan.predicted_s)
 
-    @cached_property
+    @property
     def recipes(self) -> list[Mark]:
         """What people do by hand, lettered."""
         pairs = zip(string.ascii_uppercase, self.by_hand, strict=False)
-        return [
-            self._mark(letter, recipe.name, recipe.peak_bytes, recipe.seconds) for letter, recipe in pairs
-        ]
+        return [self._mark(letter, one.name, one.peak_bytes, one.seconds) for letter, one in pairs]
 
     def _mark(self, letter: str, name: str, peak_bytes: int, seconds: float) -> Mark:
-        overhead = seconds / self.plain_s - 1
+        (x, y), overhead = self.axes, seconds / self.plain_s - 1
         return Mark(
-            letter=letter,
-            name=name,
-            peak_bytes=peak_bytes,
-            seconds=seconds,
-            left=self.left(peak_bytes),
-            bottom=self.bottom(seconds),
+            letter,
+            name,
+            peak_bytes,
+            seconds,
+            left=x.percent(peak_bytes),
+            bottom=y.percent(seconds),
             fits=peak_bytes <= self.plan.budget_bytes,
             slower=f"{'+' * (overhead >= 0.0005)}{format_share(overhead)}",
         )
@@ -154,19 +128,21 @@ class TradeoffPicture:
     @property
     def budget_percent(self) -> float | None:
         """The budget's place from the left; ``None`` if it is outside."""
-        percent = self.left(self.plan.budget_bytes)
+        percent = self.axes[0].percent(self.plan.budget_bytes)
         return percent if 0 <= percent <= 100 else None
 
     @property
     def x_ticks(self) -> list[Tick]:
         """Bytes."""
-        return [Tick(self.left(value), text) for value, text in byte_ticks(*self.bytes_range, most=6)]
+        x, _ = self.axes
+        return x.ticks(byte_ticks(x.low, x.high, most=6))
 
     @property
     def y_ticks(self) -> list[Tick]:
         """Seconds as a share of the plain step."""
-        low, high = (seconds / self.plain_s - 1 for seconds in self.seconds_range)
-        return [Tick(self.bottom((1 + share) * self.plain_s), text) for share, text in share_ticks(low, high)]
+        _, y = self.axes
+        shares = share_ticks(y.low / self.plain_s - 1, y.high / self.plain_s - 1)
+        return y.ticks([((1 + share) * self.plain_s, text) for share, text in shares])
 
     @property
     def description(self) -> str:
@@ -181,7 +157,8 @@ class TradeoffPicture:
         )
 
 
-def _padded(low: float, high: float) -> tuple[float, float]:
+def _padded(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
     margin = (high - low) * 0.07 or abs(high) * 0.07 or 1.0
     return max(low - margin, 0.0), high + margin
 
