@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import pairwise
 from typing import NamedTuple
 
 from drawing import DOCS, GIB, LEFT, MIB, RIGHT, WIDTH, Axis, Picture, write
 
 from recoup.planning import (
     Fetch,
-    Forward,
     Link,
     Option,
     Problem,
@@ -33,12 +31,13 @@ from recoup.planning import (
 from recoup.planning.solvers.baselines import keep_all
 from recoup.planning.solvers.select import solve_select
 from recoup.planning.solvers.spill import solve_spill
+from recoup.report.chart import Curve
+from recoup.report.memory import moments_of, replays_in_backward
 
 ROW, MEMORY, HEAD, FOOT = 18, 132, 30, 46
 DECODER = DOCS / "decoder.json"
 COLOURS = {
     "forward": "blue",
-    "again": "orange",
     "replay": "orange",
     "backward": "green",
     "send": "purple",
@@ -148,23 +147,12 @@ def measure_decoder() -> None:
 
 def computed(problem: Problem, schedule: Schedule) -> list[Span]:
     """Everything that is computed."""
-    seen: set[int] = set()
-    found = []
-    for moment, following in pairwise(
-        each for each in simulate(problem, schedule).timeline if each.phase not in ("sent", "fetch")
-    ):
-        if moment.phase in ("forward", "replay", "backward"):
-            action = schedule.actions[moment.action]
-            kind = "again" if isinstance(action, Forward) and action.unit in seen else moment.phase
-            seen.update([action.unit] if isinstance(action, Forward) else [])
-            start_s, options = moment.time_s, problem.units[moment.unit].options
-            inside_s = following.time_s - start_s - options[0].backward_s
-            if kind == "backward" and len(options) > 1 and inside_s > 1e-9:
-                # An option that recomputes parts of its unit: measured as a longer backward.
-                found.append(Span(moment.unit, "replay", start_s, start_s + inside_s))
-                start_s += inside_s
-            found.append(Span(moment.unit, kind, start_s, following.time_s))
-    return found
+    simulation = simulate(problem, schedule)
+    moments = moments_of(simulation, replay_s=replays_in_backward(problem, schedule))
+    shown = Curve([moment for moment in moments if moment.phase not in ("sent", "fetch")], simulation.seconds)
+    pairs = zip(shown.points, shown.stretches(), strict=True)
+    spans = [Span(moment.unit, moment.phase, start, end) for moment, (start, end, _) in pairs]
+    return [span for span in spans if span.kind in COLOURS]
 
 
 def moved(problem: Problem, schedule: Schedule) -> list[Span]:
@@ -243,14 +231,11 @@ class Panel:
 
     def _memory(self, shown: Shown) -> None:
         picture, result = self.picture, simulate(self.problem, shown.schedule)
-        picture.y_axis(self.memory, LEFT, self.unit, right=WIDTH - RIGHT, about=3)
+        picture.y_axis(self.memory, LEFT, self.unit, right=WIDTH - RIGHT, most=4)
         points = [(self.across(0.0), self.memory.start)]
-        for moment, following in zip(result.timeline, [*result.timeline[1:], None], strict=True):
-            end_s = following.time_s if following else result.seconds
-            # What is there for no time at all would be drawn as a spike.
-            if end_s > moment.time_s:
-                height = self.up(moment.num_bytes)
-                points += [(self.across(moment.time_s), height), (self.across(end_s), height)]
+        for start_s, end_s, num_bytes in Curve(moments_of(result), result.seconds).stretches():
+            height = self.up(num_bytes)
+            points += [(self.across(start_s), height), (self.across(end_s), height)]
         points.append((self.across(result.seconds), self.memory.start))
         picture.path(points, "blue", fill="area")
         picture.x_axis(self.time, self.memory.start, "ms")

@@ -6,13 +6,13 @@ when run. ``tests/test_drawings.py`` draws them again and compares.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
-__all__ = ["DOCS", "GIB", "LEFT", "MIB", "RIGHT", "WIDTH", "Axis", "Picture", "ticks", "write"]
+from recoup.report.chart import Axis, round_values
+
+__all__ = ["DOCS", "GIB", "LEFT", "MIB", "RIGHT", "WIDTH", "Axis", "Picture", "write"]
 
 DOCS = Path(__file__).resolve().parent
 MIB, GIB = 2**20, 2**30
@@ -35,36 +35,6 @@ svg {
   }
 }
 """
-
-
-def ticks(high: float, *, low: float = 0.0, about: int = 5) -> list[float]:
-    """Round numbers between two others.
-
-    >>> ticks(13.4), ticks(190, low=126, about=4)
-    ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0], [140.0, 160.0, 180.0])
-    """
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = power * min((1, 2, 5, 10), key=lambda factor: abs(math.log(factor * power / rough)))
-    first = math.ceil(low / step - 1e-9)
-    return [round(index * step, 9) for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-class Axis(NamedTuple):
-    """From values to places: ``start`` is where ``low`` is drawn, ``end`` where ``high`` is."""
-
-    start: float
-    end: float
-    low: float
-    high: float
-
-    def at(self, value: float) -> float:
-        """Where a value is drawn."""
-        return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
-
-    def ticks(self, about: int = 5) -> list[float]:
-        """Round values to write at the axis."""
-        return ticks(self.high, low=self.low, about=about)
 
 
 class Picture:
@@ -122,9 +92,9 @@ class Picture:
         shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="var(--{colour})"'
         self._parts.append(f"{shape}><title>{escape(what)}</title></circle>" if what else f"{shape}/>")
 
-    def x_axis(self, axis: Axis, y: float, unit: str, *, top: float | None = None, about: int = 8) -> None:
+    def x_axis(self, axis: Axis, y: float, unit: str, *, top: float | None = None, most: int = 11) -> None:
         """Ticks below, with a grid up to ``top``; the last is followed by the unit."""
-        marks = axis.ticks(about)
+        marks = round_values(axis.low, axis.high, most=most)
         for mark in marks:
             x = axis.at(mark)
             if top is not None:
@@ -134,9 +104,9 @@ class Picture:
             self.text(x, y + 20, words, anchor="middle", kind="soft")
         self.line((axis.start, y, axis.end, y), "axis")
 
-    def y_axis(self, axis: Axis, x: float, unit: str, *, right: float, about: int = 4) -> None:
+    def y_axis(self, axis: Axis, x: float, unit: str, *, right: float, most: int = 6) -> None:
         """Ticks on the left, with a grid up to ``right``; the highest has the unit."""
-        marks = axis.ticks(about)
+        marks = round_values(axis.low, axis.high, most=most)
         for mark in marks:
             y = axis.at(mark)
             self.line((x, y, right, y), "grid")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import re
 import sys
@@ -30,10 +29,6 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
 @pytest.fixture(scope="module")
 def drawn(scripts: dict[str, ModuleType]) -> dict[str, str]:
     return {name: text for script in scripts.values() for name, text in script.pictures().items()}
-
-
-def test_examples_of_the_drawing_module(scripts: dict[str, ModuleType]) -> None:
-    assert doctest.testmod(sys.modules["drawing"]) == (0, 1)
 
 
 def test_every_picture_has_a_script(drawn: dict[str, str]) -> None:

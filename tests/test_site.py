@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,7 +124,6 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert wanted - anchors <= {"recoup.planning.graphs", "recoup.measuring.measure"}
 
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 # Elements that reach beyond the page and are in no box that scrolls.
 BEYOND = """
 const scrolls = e => ["auto", "scroll"].includes(getComputedStyle(e).overflowX);
@@ -147,31 +144,11 @@ return [...document.querySelectorAll("img[src$='.svg']")].map(e => e.getBounding
 FOUND = "return [...document.querySelectorAll('.md-search-result__item a')].map(e => e.href)"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip(
-            "chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)"
-        )
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    from selenium.webdriver.chrome.service import Service
-
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
-
-
 def _resize(browser: Any, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
-# The driver's own sockets and log files are closed when Python pleases.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_is_cut_off(width: int, site: Path, browser: Any) -> None:
