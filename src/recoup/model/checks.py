@@ -1,15 +1,17 @@
-"""Models that no plan can be for."""
+"""Models that cannot be measured or planned."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from recoup.errors import FitError, SampleError
+from recoup.snapshot.own_code import is_compiled_function
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "check_not_compiled"]
 
 
 def check_model(model: Any, error: type[FitError] = SampleError) -> None:
@@ -34,3 +36,40 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
                 f"{type(module).__name__}{where} has not run yet: its parameters have no shapes. Run the model once on"
                 " a batch before anything is measured: with torch.no_grad(): model(x)."
             )
+
+
+def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], functions: Sequence[str]) -> None:
+    """Refuses compiled code: while it is measured it would run eagerly, and stay so for the rest of the process.
+
+    Args:
+        model: to be measured.
+        others: further models that its step uses.
+        functions: the names of compiled functions that the step can reach.
+
+    Raises:
+        SampleError: the model, a module in it, another one that the step uses, or a function is compiled.
+    """
+    for root in (model, *others):
+        names = [name or type(root).__name__ for name, module in root.named_modules() if _is_compiled(module)]
+        if names:
+            more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
+            raise _compiled(f"{names[0]!r}{more}")
+    if functions:
+        raise _compiled(f"{functions[0]!r} is")
+
+
+def _compiled(what: str) -> SampleError:
+    return SampleError(
+        f"{what} compiled, and recoup measures and plans eager code only: give it the model before torch.compile or"
+        " .compile() is called, or train with the compiled code and without a plan (torch's own"
+        " torch._functorch.config.activation_memory_budget makes compiled code hold less)."
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or "_orig_mod" in module._modules  # what torch.compile makes of a module
+        or is_compiled_function(vars(module).get("forward"))
+        or is_compiled_function(getattr(type(module), "forward", None))
+    )

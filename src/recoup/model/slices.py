@@ -1,16 +1,16 @@
 """Consecutive children of a Sequential as one unit.
 
 NOTE [ Slices ]
-    1. A plain Sequential does nothing but call its children in a row, so some of them in a row can be a unit, as if
-       the user had put them into a Sequential of their own. Nothing of the model changes: a `Slice` holds the same
-       children, and a stand-in for the Sequential's forward runs the slices.
-    2. Children are called as ever, so that hooks on them run. A slice itself is no module of the model: only its
-       forward is called, and no hook sees it.
-    3. The Sequential says what its children are, also if the user has replaced one meanwhile. If their number has
-       changed, slices mean nothing any more and the Sequential runs as it would.
-    4. A slice knows its Sequential by name only: who follows its attributes finds its children and no others.
-    5. Inside a slice the children are called by their positions, from 0: slices of one kind then share recipes,
-       which name what is inside.
+    1. A plain Sequential only calls its children in a row, so consecutive children can be a unit, as if the user had
+       put them into a Sequential of their own. The model does not change: a `Slice` holds the same children, and a
+       stand-in for the Sequential's forward runs the slices.
+    2. Children are called as modules, so that their hooks run. A slice is no module of the model: only its forward is
+       called, and no hook sees it.
+    3. The Sequential defines the children, also after the user has replaced one. If their number has changed, the
+       slices are void, and the Sequential runs as it would without them.
+    4. A slice refers to its Sequential by name only: following its attributes leads to its own children alone.
+    5. Inside a slice the children are named by their positions, from 0: slices of one kind then share recipes, which
+       name modules inside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -43,15 +42,6 @@ __all__ = [
 _NOTATION = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a slice lies: in which Sequential, and from which child to before which."""
-
-    sequential: str
-    first: int
-    last: int
-
-
 class Slice(nn.Module):
     """Consecutive children of a Sequential.
 
@@ -64,24 +54,28 @@ class Slice(nn.Module):
 
     def __init__(self, sequential: nn.Sequential, name: str, first: int, last: int) -> None:
         super().__init__()
-        self._place = _Place(name, first, last)
-        _renew(self, sequential.training, list(sequential))
+        self.sequential_name, self.first, self.last = name, first, last
+        self.renew(sequential.training, list(sequential))
+
+    @property
+    def name(self) -> str:
+        """The slice's name in the model, such as ``"features[0:3]"``."""
+        return f"{self.sequential_name}[{self.first}:{self.last}]"
+
+    def renew(self, training: bool, children: Sequence[nn.Module]) -> None:
+        """Takes over the mode and the children that the Sequential has now."""
+        self.training = training
+        own = children[self.first : self.last]
+        if list(self._modules.values()) != own:
+            self._modules.clear()
+            self._modules.update((str(position), child) for position, child in enumerate(own))
 
     def forward(self, input: Any) -> Any:
-        """What the Sequential does, as far as these children go."""
+        """Calls the children in a row."""
         for child in self._modules.values():
             assert child is not None
             input = child(input)
         return input
-
-
-def _renew(part: Slice, training: bool, children: Sequence[nn.Module]) -> None:
-    """Lets a slice hold what its Sequential holds now."""
-    part.training = training
-    own = children[part._place.first : part._place.last]
-    if list(part._modules.values()) != own:
-        part._modules.clear()
-        part._modules.update((str(position), child) for position, child in enumerate(own))
 
 
 class SlicedForward(StandIn):
@@ -90,27 +84,27 @@ class SlicedForward(StandIn):
     def __init__(self, module: nn.Sequential, slices: Iterable[Slice]) -> None:
         super().__init__(module)
         self.num_children = len(module)
-        self.slices = tuple(sorted(slices, key=lambda part: part._place.first))
+        self.slices = tuple(sorted(slices, key=lambda part: part.first))
 
     def run(self, input: Any) -> Any:
-        """What the Sequential does."""
+        """Calls slices and children in a row."""
         children: list[Any] = list(self.module._modules.values())
         if len(children) != self.num_children:
             return self.original(input)
         position = 0
         for part in self.slices:
-            for child in children[position : part._place.first]:
+            for child in children[position : part.first]:
                 input = child(input)
-            _renew(part, self.module.training, children)
+            part.renew(self.module.training, children)
             input = part.forward(input)
-            position = part._place.last
+            position = part.last
         for child in children[position:]:
             input = child(input)
         return input
 
 
 def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether a module does nothing but call its children in a row.
+    """Whether a module only calls its children in a row.
 
     >>> is_plain_sequential(nn.Sequential(nn.Tanh())), is_plain_sequential(nn.ModuleList([nn.Tanh()]))
     (True, False)
@@ -123,14 +117,14 @@ def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def make_slice(sequential: nn.Sequential, name: str, first: int, last: int) -> nn.Module:
-    """The children from ``first`` to before ``last``: of one, the child; of all, the Sequential itself."""
+    """The children from ``first`` to before ``last``: one is the child, all are the Sequential itself."""
     if (first, last) == (0, len(sequential)):
         return sequential
     return sequential[first] if last == first + 1 else Slice(sequential, name, first, last)
 
 
 def split_name(name: str) -> tuple[str, int, int] | None:
-    """A slice's name taken apart; ``None`` if it is none.
+    """The parts of a slice's name; ``None`` for other names.
 
     >>> split_name("features[0:3]")
     ('features', 0, 3)
@@ -164,36 +158,31 @@ def find_module(model: nn.Module, name: str) -> nn.Module:
 
 def unit_names(model: nn.Module, units: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """The name of every module of a model, and of those units that are slices."""
-    names = module_names(model)
-    for unit in units:
-        if isinstance(unit, Slice):
-            place = unit._place
-            names[unit] = f"{place.sequential}[{place.first}:{place.last}]"
-    return names
+    return module_names(model) | {unit: unit.name for unit in units if isinstance(unit, Slice)}
 
 
 def slices_by_sequential(model: nn.Module, units: Iterable[nn.Module]) -> dict[nn.Sequential, list[Slice]]:
-    """Those units that are slices, by what they are slices of."""
+    """Those units that are slices, by their Sequential."""
     found: dict[nn.Sequential, list[Slice]] = {}
     for unit in units:
         if isinstance(unit, Slice):
-            sequential = model.get_submodule(unit._place.sequential)
+            sequential = model.get_submodule(unit.sequential_name)
             assert isinstance(sequential, nn.Sequential)
             found.setdefault(sequential, []).append(unit)
     return found
 
 
 def first_overlap(model: nn.Module, units: Sequence[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
-    """Two slices among some units that hold the same child."""
+    """Two slices among some units that share a child."""
     for slices in slices_by_sequential(model, units).values():
-        slices.sort(key=lambda part: part._place.first)
+        slices.sort(key=lambda part: part.first)
         for one, other in pairwise(slices):
-            if one._place.last > other._place.first:
+            if one.last > other.first:
                 return one, other
     return None
 
 
 def sliced(model: nn.Module, units: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Lets a model run those units that are slices inside a ``with`` block."""
+    """A ``with`` block in which the model runs those units that are slices."""
     found = slices_by_sequential(model, units)
     return intercepted({module: SlicedForward(module, slices) for module, slices in found.items()})

@@ -1,4 +1,4 @@
-"""What a training step is: the model called on a sample and a loss, or a callable of the user that does it all."""
+"""A training step: the model called on a sample, and a loss; or a callable of the user that runs all of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
-from recoup.model.checks import check_model
-from recoup.model.compiled import check_not_compiled
+from recoup.model.checks import check_model, check_not_compiled
 from recoup.model.history import has_graph_to_free
 from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.model.preserve import gradient_owners, preserving
@@ -26,7 +25,7 @@ __all__ = ["TrainingStep"]
 
 
 class TrainingStep:
-    """One training step of a model, which measuring and verifying run as often as they need.
+    """One training step of a model, which can be run again and again.
 
     Args:
         model: what is trained.
@@ -35,10 +34,10 @@ class TrainingStep:
         loss: from the model's output, and the targets if it takes two arguments, to a scalar; unless given, the
             output's ``loss``, or the output itself.
         step: a callable that runs a whole step, instead of sample and loss.
-        optimizer: what steps the model's parameters, and may be stepped by a ``step``.
+        optimizer: that steps the model's parameters; a ``step`` may call it.
 
     Raises:
-        SampleError: it cannot be run, or not without leaving a trace.
+        SampleError: the step cannot be run, or not without leaving a trace.
     """
 
     def __init__(
@@ -54,64 +53,57 @@ class TrainingStep:
         self.model, self.sample, self.loss, self.step = model, sample, loss, step
         given = Sample((), {}) if sample is None else read_sample(sample, loss, model.forward)
         self.args, self.kwargs, self.targets = given.args, given.kwargs, given.targets
-        roots = [
-            ("step", step),
-            ("loss", loss),
-            ("sample", sample),
-            *(("a hook", h) for h in hooks_of(model)),
-        ]
-        #: What its code can get at. One walk is enough: whatever a run replaces is put back when the run ends.
-        self.reached = Reached(roots, known=model)
-        hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
-        #: Whether running it may step an optimizer: in a callable of the user's, or in a hook of a parameter.
-        self.changes_parameters = step is not None or any(hooks)
+        hooks = [("a hook", hook) for hook in hooks_of(model)]
+        #: What its code can reach. One walk is enough: whatever a run replaces is put back when the run ends.
+        self.reached = Reached([("step", step), ("loss", loss), ("sample", sample), *hooks], known=model)
+        gradient_hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+        #: Whether a run may step an optimizer: in a callable of the user's, or in a hook of a parameter.
+        self.changes_parameters = step is not None or any(gradient_hooks)
         stepped = self.reached.optimizers if self.changes_parameters else []
         self.optimizers = read_optimizers([*read_optimizers(optimizer), *stepped])
         self.writes = Writes()
-        #: How many backwards of other models come before the model's own, after forwards that came to nothing.
+        #: Number of backwards of other models before the model's own, whose forwards of the model are not visited.
         self.num_skipped = 0
         check_not_compiled(model, self.reached.used_modules, self.reached.compiled)
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
-        #: Whether the next step finds gradients of the one before.
+        #: Whether a step begins with gradients of the step before.
         self.leaves_gradients = False
-        #: Whether a step of the user's was seen to call `torch.autograd.grad`.
+        #: Whether a step of the user's has called `torch.autograd.grad`, which stops at the cuts around units.
         self.calls_grad = False
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """All that the sample holds."""
+        """All parts of the sample."""
         return (self.args, self.kwargs, self.targets)
 
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
+    def preserved(self) -> AbstractContextManager[None]:
         """A block that may run the step, and leaves no trace of it.
 
         Raises:
             SampleError: a second step goes through the graph of the first, by way of a buffer or an attribute.
         """
-        with preserving(
+        return preserving(
             self.model,
             self.optimizers,
             everything=self.changes_parameters,
             reached=self.reached,
             writes=self.writes,
-        ):
-            yield
+        )
 
     def finding_writes(self) -> AbstractContextManager[None]:
-        """A block that runs the step for the first time: what it writes to is put back, then and later."""
-        # Parameters are put back by others only where the step is known to change them; a forward may, too.
+        """A block that runs the step for the first time: the tensors that it writes to are put back, then and later."""
+        # `preserving` puts parameters back only where the step is known to change them; a forward may, too.
         parameters = self.model.parameters() if self.changes_parameters else ()
         return self.writes.found([*parameters, *self.model.buffers()])
 
     def forward(self) -> tuple[Any, Tensor]:
-        """Runs the model and the loss; returns the output, which users may hold during the backward, and the loss."""
+        """Runs the model and the loss; returns the model's output and the loss."""
         output = self.model(*self.args, **self.kwargs)
         return output, self.loss_of(output)
 
     def refusal(self, error: Exception) -> SampleError | LossError:
-        """Says that the model itself failed on the sample, or the loss on its output, or the step."""
+        """The error for a step that failed: in the model, in the loss, or in a step of the user's."""
         what = f"{type(error).__name__}: {error}"
         if self.step is not None:
             return SampleError(
@@ -154,7 +146,7 @@ class TrainingStep:
         return loss
 
     def run_unchecked(self) -> None:
-        """Runs the forward alone, whatever its loss is like."""
+        """Runs the forward alone, without a check of the loss."""
         if self.step is not None:
             self.run(lambda loss, output: None)
             return
@@ -169,30 +161,36 @@ class TrainingStep:
             raise _LossFailedError(describe_sample(output)) from error
 
     def run(self, at_backward: Callable[[Tensor, Any], bool | None]) -> None:
-        """Runs the step; ``at_backward(loss, output)`` stands in for each backward, unless it returns True.
+        """Runs the step; ``at_backward(loss, output)`` replaces each backward, unless it returns True.
 
-        A step of the user's finds gradients of zero after it: scalers, clipping and optimizers look for some. It also
-        finds those of the step before when it begins.
+        After a replaced backward a step of the user's finds gradients of zero, which scalers, clipping and optimizers
+        need. When it begins, it finds those of the step before.
         """
         if self.step is None:
             output, loss = self.forward()
             at_backward(loss, output)
             return
 
-        def backward(loss: Tensor) -> bool:
-            if at_backward(loss, None):
-                return True
-            self._give_gradients(trained)
-            return False
+        run_backward, run_grad = torch.autograd.backward, torch.autograd.grad
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if at_backward(tensors if isinstance(tensors, Tensor) else tensors[0], None):
+                run_backward(tensors, *args, **kwargs)
+            else:
+                self._give_gradients(trained)
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            self.calls_grad = True
+            return run_grad(*args, **kwargs)
 
         trained = self._trained()
-        # So that it does the same each time, from the same counters.
+        # Each run starts from the same counters.
         put_back = self.reached.hold()
         if self.leaves_gradients:
             with without_modes():
                 self._give_gradients(self.model.parameters())
         try:
-            with _backward_replaced(backward), self._grad_noted():
+            with _autograd_replaced(backward=backward, grad=grad):
                 self.step()
             self.leaves_gradients = any(p.grad is not None for p in self.model.parameters())
         finally:
@@ -208,29 +206,12 @@ class TrainingStep:
         }
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
-                if id(parameter) in sparse:
-                    parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo)
-                else:
-                    parameter.grad = torch.zeros_like(parameter)
+                layout = torch.sparse_coo if id(parameter) in sparse else None
+                parameter.grad = torch.zeros_like(parameter, layout=layout)
 
     def _trained(self) -> list[Tensor]:
         owned = [p for one in (self.model, *self.reached.modules) for p in gradient_owners(one)]
         return [tensor for tensor in (*owned, *self.reached.leaves) if tensor.requires_grad]
-
-    @contextmanager
-    def _grad_noted(self) -> Iterator[None]:
-        """Notes whether the step calls `torch.autograd.grad`, which does not reach through the cuts around units."""
-        original = torch.autograd.grad
-
-        def grad(*args: Any, **kwargs: Any) -> Any:
-            self.calls_grad = True
-            return original(*args, **kwargs)
-
-        torch.autograd.grad = grad
-        try:
-            yield
-        finally:
-            torch.autograd.grad = original
 
 
 _STEP_IN_PIECES = (
@@ -249,7 +230,7 @@ class _LossFailedError(Exception):
 
 
 def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
-    """Refuses what cannot be a step.
+    """Refuses arguments that make no step.
 
     Raises:
         SampleError: it says why.
@@ -294,19 +275,14 @@ def _unrepeatable(name: str, iterator: Any) -> SampleError:
 
 
 @contextmanager
-def _backward_replaced(replacement: Callable[[Tensor], bool]) -> Any:
-    """Gives every ``loss.backward()`` inside to ``replacement``, and runs those for which that returns True."""
-
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if replacement(tensors if isinstance(tensors, Tensor) else tensors[0]):
-            original(tensors, *args, **kwargs)
-
-    original = torch.autograd.backward
-    torch.autograd.backward = backward
+def _autograd_replaced(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Replaces functions of `torch.autograd`, which ``loss.backward()`` calls by these names."""
+    originals = {name: getattr(torch.autograd, name) for name in functions}
+    vars(torch.autograd).update(functions)
     try:
         yield
     finally:
-        torch.autograd.backward = original
+        vars(torch.autograd).update(originals)
 
 
 def _default_loss(output: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Running a step unit by unit, with the graph cut around each, so that no more than one unit's memory is needed.
+"""Running a step unit by unit, with the graph cut around each, so that only one unit's memory is needed at a time.
 
 NOTE [ Streaming ]
-    1. Code between the units runs as it always does, with a graph. Units are called with detached arguments and
-       hand on outputs whose history begins there: nothing that a unit saves outlives its call.
-    2. What a unit does with its call is for the visitor to say: look, measure, compare. `UnitCall.glance` is the
-       cheapest: a forward that records a graph without any data in it.
+    1. Code between the units runs as in any step, with a graph. A unit's outputs get a new history, which begins there:
+       nothing that a unit saves outlives its call.
+    2. The visitor runs each unit's call: it looks, measures or compares. `UnitCall.glance` is the cheapest way: a
+       forward that records a graph without any saved tensors.
     3. After the first backward that reaches the model nothing more is visited. A second forward before the gradients
        are dropped means that the step accumulates gradients.
-    4. A backward that does not reach the model is another one's (a discriminator's), and runs. If nothing is left by
-       then of what units handed on, the visitor begins anew; later streams do not visit these calls at all.
+    4. A backward that does not reach the model belongs to another one (a discriminator), and runs. If no output of a
+       unit is alive by then, the visitor restarts; later streams do not visit these calls at all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from recoup.errors import UnitError
 from recoup.model.cut_graph import anchored
 from recoup.model.slices import sliced, unit_names
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
+from recoup.model.tracing import is_in_torch_checkpoint
 from recoup.tensors import needing_gradient
-from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["LeakError", "UnitCall", "Visitor", "stream"]
 
@@ -43,10 +43,10 @@ class UnitCall:
         name: of the module; with ``#2`` if this is its second call, and so on.
         module: the unit.
         fn: its own forward.
-        args: positional arguments, as the code before gave them; `fresh` cuts them off from it.
+        args: positional arguments, as the code before it passed them; `fresh` cuts their history off.
         kwargs: keyword arguments.
-        holds: whether a `glance` must hold what is saved, because a backward runs inside the forward.
-        reset: puts back what a run before changed outside of tensors: a cache among the arguments, say.
+        holds: whether a `glance` must hold saved tensors, because a backward runs inside the forward.
+        reset: puts back what an earlier run changed outside of tensors, such as a cache among the arguments.
     """
 
     index: int
@@ -60,7 +60,7 @@ class UnitCall:
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Arguments with a history of their own, and where that history begins."""
-        # Casts of weights that autocast made in one run must not be there in the next.
+        # Autocast must not reuse the casts of an earlier run.
         torch.clear_autocast_cache()
         if self.reset is not None:
             self.reset()
@@ -68,16 +68,15 @@ class UnitCall:
         return args, kwargs, start
 
     def again(self) -> UnitCall:
-        """The same call on arguments of its own, with which it may do what it likes."""
+        """The same call with fresh arguments."""
         args, kwargs, _ = self.fresh()
         return replace(self, args=args, kwargs=kwargs)
 
     def glance(self, note: Callable[[Tensor], None] | None = None) -> Any:
-        """Runs the forward and forgets what it saves, after ``note`` has seen each saved tensor.
+        """Runs the forward and drops what it saves, after ``note`` has seen each saved tensor.
 
-        It runs on the real arguments, so that a list which the unit fills is filled for the code after it.
+        It runs on the real arguments: a list that the unit fills is filled for the code after it.
         """
-
         # Without its arguments, which the graph would hold.
         nothing = _Nothing(replace(self, args=(), kwargs={}))
 
@@ -98,7 +97,7 @@ class UnitCall:
 
 
 class LeakError(UnitError):
-    """A unit that cannot be cut off from the code around it at its arguments and outputs.
+    """Tensors pass between a unit and the code around it by other ways than its arguments and outputs.
 
     Attributes:
         module: the unit.
@@ -116,7 +115,7 @@ _LEAKS = (
 
 
 class _ForgottenError(Exception):
-    """Something needs a saved tensor that was let go of."""
+    """A backward needs a saved tensor that was dropped."""
 
     def __init__(self, call: UnitCall) -> None:
         super().__init__(call.name)
@@ -125,7 +124,7 @@ class _ForgottenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Nothing:
-    """Stands for a saved tensor that was let go of."""
+    """Stands for a saved tensor that was dropped."""
 
     call: UnitCall
 
@@ -137,11 +136,11 @@ def _give_back(packed: Tensor | _Nothing) -> Tensor:
 
 
 class _Mark:
-    """Lives as long as the graph that begins with what a unit handed on."""
+    """Lives as long as the graph that begins at a unit's outputs."""
 
 
 class Visitor(Protocol):
-    """What happens along a streamed step."""
+    """Is called along a streamed step."""
 
     def enter(self, call: UnitCall) -> None:
         """The code before a unit has run; ``call`` is about to."""
@@ -150,13 +149,13 @@ class Visitor(Protocol):
         """Runs the unit, at least once; returns its output."""
 
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
-        """The unit has handed on ``output``, whose history begins at ``start``."""
+        """The unit has returned ``output``, whose history begins at ``start``."""
 
     def restart(self) -> None:
-        """All calls so far came to nothing: what follows is the step."""
+        """All calls so far belong to another backward: the step begins now."""
 
     def end(self, loss: Tensor, output: Any) -> None:
-        """The forward has ended; the model's ``output`` is known unless a step of the user's ran it."""
+        """The forward has ended; ``output`` is the model's, None if a step of the user's ran it."""
 
 
 class _Stream:
@@ -198,7 +197,7 @@ class _Stream:
                     self.accumulates = True
                     with torch.no_grad():
                         return fn(*args, **kwargs)
-                if _is_checkpointed():
+                if is_in_torch_checkpoint():
                     what = f"Unit {label!r} runs inside a checkpoint of the model's own."
                     raise _checkpointed_already(what, self.step.model)
                 return self._visit(label, unit, fn, args, kwargs)
@@ -232,7 +231,7 @@ class _Stream:
             tensor.grad_fn.metadata[_Mark] = mark  # type: ignore[union-attr, index]
 
     def _backward(self, loss: Tensor, output: Any) -> bool:
-        """Whether a backward is another model's, and runs as it is."""
+        """Whether a backward belongs to another model, and runs."""
         if self.has_ended:
             return False
         if self.step.step is None or self._reaches_model(loss):
@@ -251,11 +250,11 @@ class _Stream:
         return loss.requires_grad
 
     def _has_gradients(self) -> bool:
-        """Whether gradients of the step before are still there."""
+        """Whether parameters have gradients of the step before."""
         return any(parameter.grad is not None for parameter in self.step.model.parameters())
 
     def _reaches_model(self, loss: Tensor) -> bool:
-        """Whether a loss depends on what a unit handed on, or on a parameter of the model."""
+        """Whether a loss depends on a unit's output, or on a parameter of the model."""
         waiting, seen = [loss.grad_fn], set()
         while waiting:
             node: Any = waiting.pop()
@@ -269,10 +268,10 @@ class _Stream:
 
 
 class Streamed(NamedTuple):
-    """What became of gradients in a streamed step.
+    """Gradients in a streamed step.
 
     Attributes:
-        accumulates: whether they were there when the backward began, or were added to by a second one.
+        accumulates: whether gradients were there when the backward began, or a second backward added to them.
         has_stale: whether those of the step before were there in the forward, and gone when the backward began.
     """
 
@@ -305,13 +304,7 @@ def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> 
 
 
 _REENTRANT = "use_reentrant=True"
-"""What torch says of a backward that asks for some gradients only, as every measurement does."""
-
-
-def _is_checkpointed() -> bool:
-    """Whether the code that runs is inside torch's own checkpoint."""
-    hooks = top_saved_tensor_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+"""In torch's error for a backward with inputs=, which every measurement runs."""
 
 
 def _checkpointed_already(what: str, model: nn.Module) -> UnitError:

@@ -9,7 +9,7 @@ from recoup.checkpointing import is_replaying
 from recoup.checkpointing.transforms import is_transformed
 from recoup.torch_private import current_graph_task, is_fx_tracing, is_jit_tracing, top_saved_tensor_hooks
 
-__all__ = ["is_recomputed_by_others", "is_traced"]
+__all__ = ["is_in_torch_checkpoint", "is_recomputed_by_others", "is_traced"]
 
 _NO_TASK = -1
 
@@ -35,7 +35,10 @@ def is_recomputed_by_others() -> bool:
     True
     True
     """
-    if current_graph_task() != _NO_TASK and not is_replaying():
-        return True
+    return (current_graph_task() != _NO_TASK and not is_replaying()) or is_in_torch_checkpoint()
+
+
+def is_in_torch_checkpoint() -> bool:
+    """Whether this code runs inside torch's own checkpoint, at first."""
     hooks = top_saved_tensor_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__

@@ -2,15 +2,15 @@
 
 NOTE [ Choosing units ]
     1. A module whose form occurs again (a transformer block, a residual block, a cell called at every step) is a
-       unit, at the outermost level where that holds. What has no parameters may differ: stochastic depth gives each
-       block a rate of its own, and the first an Identity. Single operations (modules without children) repeat
-       everywhere and count only where nothing around them does.
-    2. A module that contains such blocks is no unit: what it calls is looked at one by one.
-    3. What remains is a unit if it is small (a quarter of the step's bytes at most) or has nothing inside.
+       unit, at the outermost level where that holds. Modules without parameters may differ: stochastic depth gives each
+       block its own rate, and the first an Identity. Single operations (modules without children) repeat everywhere,
+       and count only if one and the same layer is called again.
+    2. A module that contains such blocks is no unit: its calls are looked at one by one.
+    3. What remains is a unit if it is small (a quarter of the step's bytes at most) or calls nothing.
     4. A plain Sequential of single operations that is no unit is cut into slices (NOTE [ Slices ]). Each begins at a
-       layer with a weight of two dimensions or more, and takes what follows up to the next: norms, activations,
-       pooling. What comes before the first of these layers goes with it, unless it works in place: what it changes
-       was made elsewhere. So an activation in place is replayed together with what it works on.
+       layer with a weight of two dimensions or more, and ends before the next: norms, activations and pooling go with
+       the layer before them. Operations before the first such layer go with it, unless they work in place: an
+       operation in place is replayed together with the layer whose output it changes.
     5. A layer with parameters or buffers that the step calls more than once is in no slice.
 """
 
@@ -47,12 +47,8 @@ def choose_units(root: ModuleCall) -> list[nn.Module]:
     """
     outer = [call for call in root.inside if call.module is root.module] or [root]
     slicing = _Slicing()
-    chosen = [module for call in outer for module in _choose_units(call, slicing)]
+    chosen = [module for call in outer for module in _Choice(call, slicing).units() or [call.module]]
     return without_nested(list(dict.fromkeys(chosen)))
-
-
-def _choose_units(root: ModuleCall, slicing: _Slicing) -> list[nn.Module]:
-    return list(dict.fromkeys(_Choice(root, slicing).below(root))) or [root.module]
 
 
 class _Choice:
@@ -64,24 +60,27 @@ class _Choice:
         self.counts = Counter(self.forms[call.module] for call in root.walk())
         self.num_calls = Counter(call.module for call in root.walk())
 
-    def is_block(self, call: ModuleCall) -> bool:
-        is_again = self.counts[self.forms[call.module]] > 1
-        is_leaf = not call.inside
-        return call is not self.root and is_again and (not is_leaf or _is_cell(call, self.root))
+    def units(self) -> list[nn.Module]:
+        return self._parts(self.root) if self.root.inside else [self.root.module]
 
-    def holds_blocks(self, call: ModuleCall) -> bool:
-        return any(self.is_block(inner) for inner in call.walk() if inner is not call)
+    def _below(self, call: ModuleCall) -> list[nn.Module]:
+        if self._is_block(call) or not call.inside:
+            return [call.module]
+        holds_blocks = any(self._is_block(inner) for inner in call.walk() if inner is not call)
+        is_large = call.made_bytes * _LARGEST_SHARE > self.root.made_bytes
+        return self._parts(call) if holds_blocks or is_large else [call.module]
 
-    def below(self, call: ModuleCall) -> list[nn.Module]:
-        is_root = call is self.root
-        if self.is_block(call) or not call.inside:
-            return [call.module] if not is_root or not call.inside else []
-        if is_root or self.holds_blocks(call) or call.made_bytes * _LARGEST_SHARE > self.root.made_bytes:
-            chosen = []
-            for part in self.slicing.parts(call, self.num_calls):
-                chosen += self.below(part) if isinstance(part, ModuleCall) else [part]
-            return chosen
-        return [call.module]
+    def _parts(self, call: ModuleCall) -> list[nn.Module]:
+        chosen: list[nn.Module] = []
+        for part in self.slicing.parts(call, self.num_calls):
+            chosen += self._below(part) if isinstance(part, ModuleCall) else [part]
+        return chosen
+
+    def _is_block(self, call: ModuleCall) -> bool:
+        """Whether a call's form occurs again. A leaf is one and the same layer with parameters, called at each step."""
+        module = call.module
+        is_cell = self.num_calls[module] > 1 and any(True for _ in module.parameters(recurse=False))
+        return self.counts[self.forms[module]] > 1 and (bool(call.inside) or is_cell)
 
 
 class _Slicing:
@@ -91,18 +90,15 @@ class _Slicing:
         self._made: dict[tuple[str, int, int], nn.Module] = {}
 
     def parts(self, call: ModuleCall, num_calls: Mapping[nn.Module, int]) -> list[ModuleCall | nn.Module]:
-        """What a call consists of, in order: slices, and calls of what is in none."""
+        """The parts of a call, in order: slices, and calls that are in none."""
         if not is_plain_sequential(call.module) or _called(call) != list(call.module):
             return list(call.inside)
         parts: list[ModuleCall | nn.Module] = []
         for first, last in _slice_ranges(call.inside, num_calls):
-            if last == first + 1:
-                parts.append(call.inside[first])
-            else:
-                key = (call.name, first, last)
-                if key not in self._made:
-                    self._made[key] = make_slice(call.module, *key)
-                parts.append(self._made[key])
+            key = (call.name, first, last)
+            if last > first + 1 and key not in self._made:
+                self._made[key] = make_slice(call.module, *key)
+            parts.append(self._made.get(key, call.inside[first]))
         return parts
 
 
@@ -131,14 +127,8 @@ def _called(call: ModuleCall) -> list[nn.Module]:
     return [inner.module for inner in call.inside]
 
 
-def _is_cell(call: ModuleCall, root: ModuleCall) -> bool:
-    """Whether one and the same leaf with parameters is called at several steps."""
-    num_calls = sum(other.module is call.module for other in root.walk())
-    return num_calls > 1 and any(True for _ in call.module.parameters(recurse=False))
-
-
 def without_nested(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Drops modules that lie inside another one of them; slices that overlap are for others to find."""
+    """The modules that are not inside another one of them; overlapping slices stay."""
     inside = {child for module in modules for child in module.modules() if child is not module}
     whole = [set(module.modules()) for module in modules if not isinstance(module, Slice)]
 
@@ -151,7 +141,7 @@ def without_nested(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def children_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
-    """What a unit calls directly."""
+    """The modules that a unit calls directly."""
     if isinstance(module, Slice):
         return list(module.children())
     call = _first_call(root, module)
@@ -159,7 +149,7 @@ def children_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
 
 
 def parts_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
-    """The units that a unit can be split into: slices of a Sequential, or else what it calls."""
+    """The units that a unit can be split into: slices of a Sequential, or else the modules that it calls."""
     call = None if isinstance(module, Slice) else _first_call(root, module)
     if call is not None:
         num_calls = Counter(inner.module for inner in root.walk())
@@ -173,9 +163,9 @@ def parts_of(root: ModuleCall, module: nn.Module) -> list[nn.Module]:
 
 
 def split_units(root: ModuleCall, units: Sequence[nn.Module], some: Collection[nn.Module]) -> list[nn.Module]:
-    """The units with some of them split into what they call; those that call nothing are none any more."""
+    """The units, some of them split into parts; those that call nothing are dropped."""
     parts = [part for unit in units for part in (parts_of(root, unit) if unit in some else [unit])]
-    # An activation that units share may lie in one that stays as it is.
+    # An activation that units share may be inside one that is not split.
     return without_nested(list(dict.fromkeys(parts)))
 
 
@@ -194,11 +184,7 @@ def find_units(root: ModuleCall, wanted: Units | Iterable[Units]) -> list[nn.Mod
     entries = [wanted] if isinstance(wanted, (str, nn.Module)) or callable(wanted) else list(wanted)
     if not entries:
         raise UnitError("units= names nothing. Leave it out to let recoup choose.")
-    matching = [
-        module
-        for entry in entries
-        for module in ([entry] if entry is root.module else _matching(entry, root.module, names, called))
-    ]
+    matching = [module for entry in entries for module in _matching(entry, root.module, names, called)]
     labels = unit_names(root.module, matching)
     # By name: the same slice may be named twice.
     modules = _in_order(root, list({labels[module]: module for module in matching}.values()))
@@ -227,7 +213,7 @@ def _in_order(root: ModuleCall, modules: Sequence[nn.Module]) -> list[nn.Module]
 def _matching(
     entry: Units, model: nn.Module, names: dict[str, nn.Module], called: set[nn.Module]
 ) -> list[nn.Module]:
-    if isinstance(entry, Slice):
+    if isinstance(entry, Slice) or entry is model:
         return [entry]
     if isinstance(entry, str) and (parts := split_name(entry)):
         return _matching_slices(*parts, names={"": model} | names, called=called)
