@@ -1,4 +1,4 @@
-"""Budgets as people write them: bytes, sizes, shares of the device, or what is free."""
+"""Budgets as users write them: bytes, sizes, shares of the device's memory, or all that is free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recoup.tensors import storages_of
 
 __all__ = ["read_budget", "read_share"]
 
-# What "auto" leaves free: fragmentation, other libraries' buffers, larger batches.
+# The share that "auto" leaves free, for fragmentation, other libraries' buffers and larger batches.
 _MARGIN = 0.08
 
 
@@ -25,9 +25,9 @@ def read_budget(
 
     Args:
         budget: bytes, ``"8GiB"``, ``"80%"`` of the device's memory, or ``"auto"``.
-        model: whose device is meant.
-        sample: that lives there too.
-        memory_bytes: of hardware that is meant instead.
+        model: on the device.
+        sample: on the device, too.
+        memory_bytes: of other hardware, to use instead of the device.
 
     Raises:
         SizeError: the budget cannot be read.
@@ -51,11 +51,11 @@ def read_budget(
 
 
 def read_share(budget: int | str, total_bytes: int) -> int:
-    """Bytes, a size, or a share of all the memory that there is.
+    """Bytes, a size, or a share of a memory.
 
     Args:
         budget: bytes, ``"8GiB"`` or ``"80%"``.
-        total_bytes: of which a share is meant; 0 if that is not known.
+        total_bytes: of the memory; 0 if that is not known.
 
     Raises:
         SizeError: the budget cannot be read.

@@ -18,11 +18,10 @@ from recoup.engines import ModelPlan, apply, plan, remove
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError, UnitError
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
-from recoup.model.caches import without_caches
 from recoup.model.calls import watch_calls
 from recoup.model.optimizers import Optimizers
 from recoup.model.slices import find_module
-from recoup.model.stand_in import install, installed, suspended
+from recoup.model.stand_in import install, installed
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, parts_of, split_units
 from recoup.planning import Problem
@@ -268,7 +267,7 @@ class _Fitting:
         found = profile.units[least.schedule.predicted.peak.unit]
         if found.module is None:
             return None
-        with suspended(self.step.model), without_caches(self.step.model), self.step.preserved():
+        with self.step.plain():
             root = watch_calls(self.step)
         names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
         alike = {unit.module for unit in profile.units if unit.kind == found.kind}

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from recoup.auditing.examine import examine, run_plainly
 from recoup.auditing.findings import Audit, Finding
-from recoup.model.caches import without_caches
 from recoup.model.calls import watch_calls
-from recoup.model.stand_in import suspended
 from recoup.model.step import TrainingStep
-from recoup.model.streaming import UnitCall, stream
+from recoup.model.streaming import UnitCall, Visitor, stream
 from recoup.model.units import Units, choose_units, find_units
 
 __all__ = ["audit", "audit_step"]
@@ -53,7 +50,7 @@ def audit(
     {'1': "changes its input in place: argument 'input'"}
     """
     training = TrainingStep(model, sample, loss=loss, step=step)
-    with _untouched(training):
+    with training.plain():
         root = watch_calls(training)
     chosen = choose_units(root) if units is None else find_units(root, units)
     return audit_step(training, chosen)
@@ -70,30 +67,17 @@ def audit_step(
         only: the indices of the calls to examine among all of them; unless given, every call.
     """
     visitor = _Visitor(only)
-    with _untouched(step):
+    with step.plain():
         stream(step, units, visitor)
     return Audit(tuple(visitor.findings))
 
 
-@contextmanager
-def _untouched(step: TrainingStep) -> Iterator[None]:
-    with (
-        suspended(step.model),
-        without_caches(step.model),
-        step.preserved(),
-    ):
-        yield
-
-
-class _Visitor:
+class _Visitor(Visitor):
     """Examines the calls of a streamed step."""
 
     def __init__(self, only: Collection[int] | None) -> None:
         self._only = only
         self.findings: list[Finding] = []
-
-    def enter(self, call: UnitCall) -> None:
-        pass
 
     def visit(self, call: UnitCall) -> Any:
         if self._only is not None and call.index not in self._only:
@@ -102,11 +86,5 @@ class _Visitor:
         self.findings += findings
         return output
 
-    def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
-        pass
-
     def restart(self) -> None:
         self.findings.clear()
-
-    def end(self, loss: Tensor, output: Any) -> None:
-        pass

@@ -21,10 +21,9 @@ from typing import Any
 from torch import nn
 
 from recoup.errors import PolicyError, RecoupWarning
-from recoup.model.caches import without_caches
 from recoup.model.calls import ModuleCall, module_names, watch_calls
 from recoup.model.slices import unit_names
-from recoup.model.stand_in import own_forward, suspended
+from recoup.model.stand_in import own_forward
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, choose_units, find_units
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
@@ -100,7 +99,7 @@ def _callable_inside(module: nn.Module) -> list[nn.Module]:
 
 def _seen_calls(model: nn.Module, sample: Any) -> ModuleCall:
     step = TrainingStep(model, sample)
-    with suspended(model), without_caches(model), step.preserved():
+    with step.plain():
         return watch_calls(step)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from recoup.engines.drift import (
     Drift,
@@ -18,13 +17,12 @@ from recoup.engines.drift import (
     too_far,
 )
 from recoup.errors import VerificationError
-from recoup.model.caches import without_caches
 from recoup.model.cut_graph import gradients_from, seeded
 from recoup.model.recipe import KEEP, InnerForward, Recipe, run_recipe
 from recoup.model.slices import find_module
-from recoup.model.stand_in import intercepted, suspended
+from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
-from recoup.model.streaming import UnitCall, stream
+from recoup.model.streaming import UnitCall, Visitor, stream
 from recoup.model.undo import undone
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.tree import leaves_of
@@ -60,9 +58,7 @@ def compare_units(step: TrainingStep, plan: ModelPlan) -> Compared:
     units = list(dict.fromkeys(names.values()))
     inner = {unit.get_submodule(name) for unit in units for name in _inner_names(plan, unit, names)}
     with (
-        suspended(step.model),
-        without_caches(step.model),
-        step.preserved(),
+        step.plain(),
         intercepted({module: InnerForward(module) for module in inner}),
     ):
         comparer = _Comparer(recipes)
@@ -80,7 +76,7 @@ def _inner_names(plan: ModelPlan, unit: Any, names: dict[str, Any]) -> set[str]:
     }
 
 
-class _Comparer:
+class _Comparer(Visitor):
     """The visitor of `compare_units`."""
 
     def __init__(self, recipes: dict[str, Recipe]) -> None:
@@ -113,17 +109,8 @@ class _Comparer:
             )
         self.compared.drifting += [drift._replace(name=f"{call.name}: {drift.name}") for drift in found]
 
-    def visit(self, call: UnitCall) -> Any:
-        return call.glance()
-
-    def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
-        pass
-
     def restart(self) -> None:
         self.compared = Compared()
-
-    def end(self, loss: Tensor, output: Any) -> None:
-        pass
 
 
 def _results(call: UnitCall, recipe: Recipe) -> Results:

@@ -24,12 +24,11 @@ from recoup.measuring.stream.timing import time_inside
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
 from recoup.measuring.unit.pace import USUAL_PACE, Pace, find_pace, time_plain_step
 from recoup.measuring.unit.recipes import Effort, useful_recipes
-from recoup.model.caches import without_caches
 from recoup.model.conditions import recording
 from recoup.model.optimizers import Optimizers
 from recoup.model.recipe import KEEP, InnerForward, Recipe
 from recoup.model.slices import unit_names
-from recoup.model.stand_in import intercepted, suspended
+from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall
 from recoup.model.units import Units
@@ -118,7 +117,7 @@ def measure(
 def begin_measurement(step: TrainingStep, *, units: Units | Iterable[Units] | None) -> Measurement:
     """The first passes of `measure`: finds the units, and what passes between their calls."""
     meter = make_meter(device_of(step.model, step.given))
-    with suspended(step.model), without_caches(step.model), step.preserved():
+    with step.plain():
         cost = joint_cost(map(optimizer_cost, step.optimizers))
         return Measurement(step, cost, meter, units)
 
@@ -131,8 +130,7 @@ def measure_step(measurement: Measurement, *, accumulates: bool, unsafe: Mapping
         accumulates: gradients are there when a step begins.
         unsafe: by unit name, why it must be kept whatever the budget; it holds for all units of the same behaviour.
     """
-    step = measurement.step
-    with suspended(step.model), without_caches(step.model), step.preserved():
+    with measurement.step.plain():
         return measurement.run(accumulates, unsafe)
 
 
@@ -147,7 +145,7 @@ def _estimate_step(
     """Both on fake tensors. The model is copied, so nothing needs to be put back."""
     device_type = hardware.device_type if hardware.device_type != "cpu" else None
     cost = joint_cost(optimizer_cost(optimizer, device_type=device_type) for optimizer in step.optimizers)
-    with faked(step, hardware) as (fake, meter), suspended(fake.model), without_caches(fake.model):
+    with faked(step, hardware) as (fake, meter):
         units = units_in_copy(units, step.model, fake.model)
         return Measurement(fake, cost, meter, units).run(accumulates, unsafe)
 

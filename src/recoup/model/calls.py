@@ -1,4 +1,4 @@
-"""Which modules a step calls, inside which, and how much memory passes through each."""
+"""Which modules a step calls, in which order and nesting, and how many bytes each call allocates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModuleCall:
         name: of the module in the model; the model itself is ``""``.
         module: that was called.
         inside: the calls that it made.
-        made_bytes: of all storages that were made meanwhile.
+        made_bytes: of all storages that were allocated in it.
     """
 
     name: str
@@ -43,12 +43,12 @@ class ModuleCall:
 
 
 def module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Every module's name; one that has several is known by the first."""
+    """Every module's name; the first of several names."""
     return {module: name for name, module in model.named_modules()}
 
 
 def class_of_module(module: nn.Module) -> type[nn.Module]:
-    """A module's class; of a parametrized module, which torch gives a class of its own, the one that it had before.
+    """A module's class; for a parametrized module, which gets a class of its own from torch, the one before that.
 
     >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     >>> type(layer) is nn.Linear, class_of_module(layer) is nn.Linear
@@ -59,7 +59,7 @@ def class_of_module(module: nn.Module) -> type[nn.Module]:
 
 
 def form_of_module(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules of the same class with the same layers: they may differ in what has no parameters."""
+    """Equal for modules of the same class with the same layers; modules without parameters may differ."""
     layers = tuple(
         class_of_module(child) for child in module.modules() if any(True for _ in child.parameters())
     )
@@ -77,9 +77,9 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def watch_calls(step: TrainingStep) -> ModuleCall:
-    """Runs the step's forward once and returns what was called, under one root.
+    """Runs the step's forward once and returns its calls, under one root.
 
-    There is no graph, which may not fit; unless the forward needs one, for a backward of its own.
+    It runs without a graph, which may not fit; with one only if the forward runs a backward of its own.
 
     Raises:
         SampleError: the model does not take the sample.
@@ -95,7 +95,7 @@ def watch_calls(step: TrainingStep) -> ModuleCall:
         except torch.OutOfMemoryError:
             raise
         except Exception as second:
-            # The first is the real one, unless it only says that there is no graph.
+            # The first is the cause, unless it only says that there is no graph.
             error = second if _NO_GRAPH in str(first) else first
             raise step.refusal(error) from error
 
@@ -133,7 +133,7 @@ def _calls_noted(root: ModuleCall, names: dict[nn.Module, str], memory: MemoryTr
             call = stack.pop()
             call.made_bytes += memory.made_bytes
             if isinstance(output, Iterator):
-                # Its code runs when others ask for the items: what it calls belongs to them.
+                # Its code runs when others read the items: its calls belong to them.
                 if not call.name:
                     raise SampleError(
                         f"The forward of {type(module).__name__} is a generator: its code has not run when it returns."

@@ -1,4 +1,4 @@
-"""What a step was measured with: the sizes of the model's inputs, autocast, mode, and how often the model is called."""
+"""The conditions of a measurement: sizes of the model's inputs, autocast, mode, and number of calls of the model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Conditions", "Recorder", "autocast_of", "input_shapes", "positional_
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a step was measured with, as far as the calls of the model itself show it.
+    """The conditions of a measured step, as seen at the calls of the model itself.
 
     Attributes:
-        shapes: of the model's inputs, by the name of the argument: of each, the largest that it was called with.
-        autocast: the dtype of autocast around the model, such as ``"bfloat16"``; empty if that was off.
-        forwards: how often the step calls the model with gradients.
+        shapes: of the model's inputs, by the name of the argument: for each, the largest.
+        autocast: the dtype of autocast around the model, such as ``"bfloat16"``; empty if autocast was off.
+        forwards: number of calls of the model with gradients in a step.
         training: whether the model was in training mode.
         stale_gradients: whether gradients of the step before were there in the forward, and gone in the backward.
 
@@ -61,7 +61,7 @@ def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 def input_shapes(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Size]]:
-    """The shapes of all tensors among some arguments, each by its name.
+    """The shapes of all tensors among some arguments, with their names.
 
     >>> dict(input_shapes(["x"], [torch.zeros(2)], {"more": [torch.zeros(3, 4)]}))
     {'x': torch.Size([2]), 'more[0]': torch.Size([3, 4])}
@@ -81,7 +81,7 @@ def _shapes_in(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
 
 
 def autocast_of(parameter: Tensor | None) -> str:
-    """The dtype of autocast on a parameter's device, by name; empty if autocast is off there, or nothing is.
+    """The name of autocast's dtype on a parameter's device; empty if autocast is off there, or without a parameter.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     autocast_of(torch.zeros(1)), autocast_of(None)
@@ -99,7 +99,7 @@ def autocast_of(parameter: Tensor | None) -> str:
 
 
 class Recorder:
-    """Notes what a model is called with."""
+    """Records the conditions of a model's calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = positional_names(model.forward)
@@ -122,7 +122,7 @@ class Recorder:
 
     @property
     def conditions(self) -> Conditions | None:
-        """What was noted; ``None`` if the model itself was never called."""
+        """The recorded conditions; ``None`` if the model itself was never called."""
         if not self._forwards:
             return None
         return Conditions(tuple(self._shapes.items()), self._autocast, self._forwards, self._training)
@@ -130,7 +130,7 @@ class Recorder:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[Recorder]:
-    """Records what a model is called with inside a ``with`` block.
+    """Records the conditions of a model's calls in a ``with`` block.
 
     >>> model = nn.Linear(3, 2)
     >>> with recording(model) as recorder:

@@ -16,9 +16,9 @@ __all__ = ["anchored", "gradients_from", "seeded"]
 
 
 class _Anchor(torch.autograd.Function):
-    """Gives tensors with the same storage and a history that begins here.
+    """Returns tensors that alias the given ones and have a history that begins here.
 
-    They are no views and no leaves: code after it may change them in place, as it may with any module's output.
+    They are neither views nor leaves: code after it may change them in place, like any module's output.
     """
 
     @staticmethod
@@ -33,15 +33,15 @@ class _Anchor(torch.autograd.Function):
 def _same_storage(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        # From the tensor, not from its storage: fake tensor modes hold on to storages that they are given.
+        # From the tensor, not from its storage: fake tensor modes hold storages that they are given.
         same: Tensor = torch.ops.aten.set_.source_Tensor(fresh, tensor)
         return same
 
 
 def anchored(tree: Any) -> tuple[Any, Tensor]:
-    """A tree whose tensors that need a gradient have a new history; and where that history begins.
+    """The same tree with a new history for all tensors that need a gradient; and where that history begins.
 
-    Tensors that need none are detached. Identical tensors stay identical.
+    Other tensors are detached. Identical tensors stay identical.
     """
     start = torch.empty(0, requires_grad=True)
     needing = needing_gradient(tree)
@@ -55,7 +55,7 @@ def anchored(tree: Any) -> tuple[Any, Tensor]:
 class _Seed(torch.autograd.Function):
     """An empty tensor whose backward makes the gradients of many tensors.
 
-    Made inside the backward, they belong to autograd alone, which frees them as early as it would in a real step.
+    Made inside the backward, only autograd holds them, and frees them as early as in a real step.
     """
 
     @staticmethod
@@ -78,13 +78,13 @@ def seeded(
     wanted: Sequence[bool] | None = None,
     make: Callable[[Sequence[Any]], list[Tensor]] = _even_gradients,
 ) -> Tensor | None:
-    """A tensor from which the backward of everything in the tree starts; None if nothing needs a gradient.
+    """A tensor from which the backward of all tensors in a tree starts; None if none needs a gradient.
 
-    It is empty, as its gradient is: neither counts in a measurement. See `gradients_from`.
+    The tensor and its gradient are empty: neither counts in a measurement. See `gradients_from`.
 
     Args:
         tree: whose tensors get gradients.
-        wanted: for each of them, whether it gets one; if that leaves none, or does not fit, all that need one do.
+        wanted: for each of them, whether it gets one; if that leaves none, or has another length, all that need one do.
         make: makes the gradients.
     """
     needing = needing_gradient(tree)

@@ -1,4 +1,4 @@
-"""What a function of the user's makes: a model, and what goes with it in a training step."""
+"""The result of a user's function that makes a model with its sample, loss and optimizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WANTED = (
 
 @dataclass(frozen=True)
 class Made:
-    """A model, and what goes with it in a training step.
+    """A model with its sample, loss and optimizer, as `fit` takes them.
 
     Attributes:
-        model: what is trained.
-        sample: what `fit` takes as a sample.
-        loss: what `fit` takes as a loss; ``None`` for the output's own.
+        model: that is trained.
+        sample: one batch.
+        loss: ``None`` for the output's own.
         optimizer: whose state counts, or several of them; ``None`` for none.
         step: runs a whole step, instead of sample and loss.
     """
@@ -39,10 +39,10 @@ class Made:
 
 
 def read_made(made: Any, by: str) -> Made:
-    """What a function of the user's returned: a tuple in the order of `Made`, or a dict with its names.
+    """Reads what a user's function returned: a tuple in the order of `Made`, or a dict with its names.
 
     Args:
-        made: what it returned.
+        made: that it returned.
         by: the function, for the error.
 
     Raises:

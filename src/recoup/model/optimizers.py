@@ -1,4 +1,4 @@
-"""Optimizers as people have them: one, several, or inside the wrapper of a trainer."""
+"""Optimizers as users have them: one, several, or inside the wrapper of a trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
 
 def _unwrapped(value: Any) -> Optimizer:
     found, seen = value, []
-    # One with a state of its own is no mere wrapper.
+    # An optimizer with a state of its own is no wrapper.
     while not (isinstance(found, Optimizer) and "state" in vars(found)) and found not in seen:
         seen.append(found)
         found = getattr(found, "optimizer", found)

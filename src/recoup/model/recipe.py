@@ -31,8 +31,8 @@ class Recipe:
     """One way to run a unit.
 
     Attributes:
-        whole: the unit's call is forgotten and replayed as a whole.
-        inner: modules inside it, by their names relative to the unit, whose calls are forgotten and replayed.
+        whole: whether the unit's call is checkpointed as a whole.
+        inner: modules inside it whose calls are checkpointed, by their names relative to the unit.
 
     >>> Recipe(whole=False, inner=("mlp", "norm")).name
     'recompute mlp, norm'
@@ -45,7 +45,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """How plans and reports call it."""
+        """Its name in plans and reports."""
         if not self.inner:
             return "recompute" if self.whole else "keep"
         return ("recompute, then again " if self.whole else "recompute ") + ", ".join(self.inner)
@@ -60,7 +60,7 @@ KEEP, RECOMPUTE = Recipe(), Recipe(whole=True)
 
 
 class _Marked(threading.local):
-    """The modules that are checkpointed in the unit that this thread runs."""
+    """The modules to checkpoint in the unit that this thread runs."""
 
     modules: frozenset[nn.Module] = frozenset()
 
@@ -72,12 +72,12 @@ class MarkedCall:
     """A unit's forward with some of the modules inside it checkpointed."""
 
     def __init__(self, unit: nn.Module, fn: Callable[..., Any], modules: frozenset[nn.Module]) -> None:
-        # For error texts, this is the unit's own method.
+        # Error texts name it as the unit's own method.
         self.__self__, self.__name__, self.__wrapped__ = unit, "forward", fn
         self.unit, self.fn, self.modules = unit, fn, modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, with the marks in force meanwhile."""
+        """Runs the forward with these modules marked."""
         before, _marked.modules = _marked.modules, self.modules
         try:
             return self.fn(*args, **kwargs)
@@ -94,7 +94,7 @@ def run_recipe(
 
 
 def checkpointed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a call under our primitive, also one without arguments."""
+    """Runs a call under `Checkpoint`, also one without arguments."""
     return _CHECKPOINT(fn, *args, **kwargs) if args or kwargs else _CHECKPOINT(fn)()
 
 
@@ -104,7 +104,7 @@ def with_marks(recipe: Recipe, unit: nn.Module, fn: Callable[..., Any]) -> Calla
 
 
 class InnerForward(StandIn):
-    """Stands in for the forward of a module inside a unit: checkpointed where the running recipe says so."""
+    """Stands in for the forward of a module inside a unit: checkpointed if the running recipe marks the module."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the call, checkpointed if it is marked."""

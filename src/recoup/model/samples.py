@@ -1,4 +1,4 @@
-"""A sample as people have it: what the model is called with, and what the loss compares its output with."""
+"""A sample as users have it: the model's arguments, and the targets of the loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sample:
     Attributes:
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
-        targets: what else the loss is given, beside the model's output: nothing, or the targets.
+        targets: arguments of the loss after the model's output: none, or the targets.
     """
 
     args: tuple[Any, ...]
@@ -36,7 +36,7 @@ def read_sample(
 
     Args:
         sample: one batch.
-        loss: if its second argument has a default, it gets the targets where the model does not take all of the sample.
+        loss: with a default for its second argument, it gets the targets if the model does not take the whole sample.
         forward: the model's.
 
     Raises:
@@ -65,7 +65,7 @@ def read_sample(
 
 
 def _num_arguments(loss: Callable[..., Any] | None) -> tuple[int, int]:
-    """How many positional arguments a loss cannot do without, and how many it takes; one where it does not tell."""
+    """How many positional arguments a loss requires, and how many it takes; 1 and 1 without a signature."""
     try:
         parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -76,7 +76,7 @@ def _num_arguments(loss: Callable[..., Any] | None) -> tuple[int, int]:
 
 
 def _takes(forward: Callable[..., Any] | None, args: Sequence[Any]) -> bool:
-    """Whether a forward takes so many arguments, as far as it tells."""
+    """Whether a forward takes so many arguments, as far as its signature tells."""
     try:
         inspect.signature(forward).bind(*args)  # type: ignore[arg-type]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Standing in for a module's forward, on the instance, and stepping aside again without a trace."""
+"""Replacing a module's forward on the instance, and removing the replacement without a trace."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _OF_FUNCTIONS = frozenset(
         "__type_params__",
     )
 )
-"""What others ask of a forward and find there as it is."""
+"""Attributes of a forward that others read, and find unchanged."""
 
 
 class StandIn(ABC):
-    """Runs instead of a module's forward. Copies and pickles with its module.
+    """Runs instead of a module's forward. It is copied and pickled with its module.
 
-    To others it looks like that forward: the same signature, name, documentation and code. Where the model is traced,
-    exported, compiled or transformed, that forward runs itself.
+    It looks like the original forward: the same signature, name, documentation and code. Where the model is traced,
+    exported, compiled or transformed, the original runs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -52,20 +52,20 @@ class StandIn(ABC):
         self.__module__ = getattr(self.original, "__module__", type(module).__module__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What happens when the module is called."""
+        """Runs when the module is called."""
         return self.run_traced(*args, **kwargs) if is_traced() else self.run(*args, **kwargs)
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What happens when the module is called in eager mode."""
+        """Runs when the module is called in eager mode."""
 
     def run_traced(self, *args: Any, **kwargs: Any) -> Any:
-        """What happens when the module is traced. Dynamo traces this method too."""
+        """Runs when the module is traced. Dynamo traces this method too."""
         return self.original(*args, **kwargs)
 
-    # Not properties: who unwraps a class, as doctest does, would find those of its instances.
+    # Not properties: doctest and others, which unwrap classes, would find them on the class.
     def __getattr__(self, name: str) -> Any:
-        original = self.__dict__.get("original")  # a copy that is being made has none yet
+        original = self.__dict__.get("original")  # none yet while a copy is made
         if original is not None:
             if name == "__wrapped__":
                 return original
@@ -78,7 +78,7 @@ class StandIn(ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _unbound(self) -> Callable[..., Any]:
-        """This stand-in as a function of the module, which others bind again: to this module, or to a copy of it."""
+        """This stand-in as an unbound function, which others bind to this module or to a copy of it."""
 
         @functools.wraps(self.original.__func__)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,10 +103,10 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def install(module: nn.Module, stand_in: Callable[..., Any]) -> None:
-    """Lets ``stand_in`` run instead of the module's forward; hooks of others run around it as before."""
+    """Installs ``stand_in`` as the module's forward; hooks run around it as before."""
     module.__dict__[_FORWARD] = stand_in
     if isinstance(stand_in, StandIn):
-        # A replica has the same stand-in, which does not know whom it runs for.
+        # A replica would share the stand-in, which runs the original module.
         module.__dict__[_REPLICATE] = _refuse_replicas
 
 
@@ -119,11 +119,11 @@ def _refuse_replicas() -> None:
 
 
 def uninstall(module: nn.Module, original: Callable[..., Any]) -> None:
-    """Puts the forward back that was there: the class's own, or one that someone had set on the instance."""
+    """Restores a forward: the class's own, or one that was set on the instance."""
     function = getattr(original, "__func__", None)
     if not isinstance(original, StandIn):
         module.__dict__.pop(_REPLICATE, None)
-    # A scripted forward is no method of the class: the instance has it.
+    # A scripted forward is an attribute of the instance, not a method of the class.
     if function is not None and function is getattr(type(module), _FORWARD, None):
         module.__dict__.pop(_FORWARD, None)
     else:
@@ -131,7 +131,7 @@ def uninstall(module: nn.Module, original: Callable[..., Any]) -> None:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward that runs where none of our stand-ins does."""
+    """The forward without our stand-ins."""
     forward: Callable[..., Any] = module.forward
     while isinstance(forward, StandIn):
         forward = forward.original
@@ -139,7 +139,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def installed(model: nn.Module) -> list[StandIn]:
-    """Our stand-ins in a model, in the order in which to take them off."""
+    """Our stand-ins in a model, in the order in which to uninstall them."""
     found = []
     for module in model.modules():
         stand_in = vars(module).get(_FORWARD)
@@ -151,7 +151,7 @@ def installed(model: nn.Module) -> list[StandIn]:
 
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[None]:
-    """Takes our stand-ins off a model for the time of a ``with`` block."""
+    """Uninstalls our stand-ins for the time of a ``with`` block."""
     found = installed(model)
     for stand_in in found:
         uninstall(stand_in.module, stand_in.original)

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
+from recoup.model.caches import without_caches
 from recoup.model.checks import check_model, check_not_compiled
 from recoup.model.history import has_graph_to_free
 from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.model.preserve import gradient_owners, preserving
 from recoup.model.samples import Sample, describe_sample, read_sample
+from recoup.model.stand_in import suspended
 from recoup.snapshot.reachable import Reached, hooks_of
 from recoup.snapshot.writes import Writes
 from recoup.tensors import tensors_in
@@ -90,6 +92,12 @@ class TrainingStep:
             reached=self.reached,
             writes=self.writes,
         )
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """As `preserved`, with the model as it runs without a plan, and without key-value caches."""
+        with suspended(self.model), without_caches(self.model), self.preserved():
+            yield
 
     def finding_writes(self) -> AbstractContextManager[None]:
         """A block that runs the step for the first time: the tensors that it writes to are put back, then and later."""

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -139,14 +139,15 @@ class _Mark:
     """Lives as long as the graph that begins at a unit's outputs."""
 
 
-class Visitor(Protocol):
-    """Is called along a streamed step."""
+class Visitor:
+    """Is called along a streamed step; by itself it runs each unit once, and notes nothing."""
 
     def enter(self, call: UnitCall) -> None:
         """The code before a unit has run; ``call`` is about to."""
 
     def visit(self, call: UnitCall) -> Any:
         """Runs the unit, at least once; returns its output."""
+        return call.glance()
 
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
         """The unit has returned ``output``, whose history begins at ``start``."""

@@ -1,4 +1,4 @@
-"""The present device in numbers: a few seconds of products, copies and small operations."""
+"""Measures the present device: a few seconds of products, copies and small operations."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def measure_hardware(device: str | torch.device | None = None) -> Hardware:
     size, num_bytes = (8192, 2**30) if is_gpu else (1024, 2**27)
     held = torch.cuda.memory_allocated(chosen) if is_gpu else 0
     float32 = _flops_per_s(size, torch.float32, chosen)
-    # Virtual hosts may claim instructions for bfloat16 that then end the process: theirs is taken to be float32's.
+    # Virtual hosts may report bfloat16 instructions that then crash the process.
     half = _flops_per_s(size, torch.bfloat16, chosen) if is_gpu else float32
-    # What the libraries allocated for themselves, and keep.
+    # Allocated by the libraries for themselves, and kept.
     workspace_bytes = max(0, torch.cuda.memory_allocated(chosen) - held) if is_gpu else 0
     return Hardware(
         name=torch.cuda.get_device_name(chosen) if is_gpu else "CPU",
@@ -75,7 +75,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _flops_per_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    # Not zeros: with those, GPUs draw less power and run faster than they ever will again.
+    # Not zeros: with these, GPUs draw less power and run faster than on real data.
     left = torch.rand(size, size, device=device).to(dtype)
     right = torch.rand(size, size, device=device).to(dtype)
     return 2 * size**3 / _seconds(lambda: left @ right, device)

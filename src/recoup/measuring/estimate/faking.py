@@ -19,8 +19,10 @@ from recoup.measuring.estimate.kernels import CudaKernels
 from recoup.measuring.estimate.machine import Hardware
 from recoup.measuring.estimate.roofline import argument_tensors, operation_s
 from recoup.measuring.estimate.workspaces import workspace_bytes
+from recoup.model.caches import without_caches
 from recoup.model.calls import module_names
 from recoup.model.preserve import preserving
+from recoup.model.stand_in import suspended
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units
 from recoup.tensors import map_tensors
@@ -202,6 +204,8 @@ def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep
         stack.enter_context(clock)
         if hardware.device_type == "cuda":
             stack.enter_context(CudaKernels())
+        stack.enter_context(suspended(model))
+        stack.enter_context(without_caches(model))
         try:
             yield TrainingStep(model, sample, loss=step.loss), _FakeMeter(hardware, clock)
         except SampleError as error:

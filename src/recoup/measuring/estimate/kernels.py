@@ -1,13 +1,13 @@
-"""Which of torch's kernels a CUDA device runs, where the host would run another one.
+"""The kernels that torch chooses on a CUDA device, where it would choose others on the host.
 
 NOTE [ Fakes stand in host memory ]
-    1. Fake tensors say that they are on the CPU, whatever the hardware: a build of torch without CUDA cannot record
-       gradients of others. What is estimated is thus the same on a laptop and on the GPU's own machine.
+    1. Fake tensors are on the CPU, whatever the hardware: a build of torch without CUDA cannot record gradients of
+       others. An estimate is thus the same on a laptop and on the GPU's own machine.
     2. Where torch chooses by device, and the choice decides what is saved, this mode chooses as for CUDA: attention,
-       dropout, RMS normalisation, and what autocast runs in float32.
-    3. Where code names a device, the tensors are there already.
+       dropout, RMS normalisation, and the operations that autocast runs in float32.
+    3. Where code names a device, the tensors stay where they are.
     4. Backwards run inside the mode too: replays are a part of them, and must choose as their forwards did.
-    5. Workspaces inside a kernel (convolutions, the backward of attention) are not seen.
+    5. Workspaces inside a kernel are not seen, except for convolutions (workspaces.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["CudaKernels"]
 
 _HOST = torch.device("cpu")
 _HALF = (torch.bfloat16, torch.float16)
-# What the fast kernels want the last dimension to be a multiple of.
+# The fast kernels need a last dimension that is a multiple of this.
 _FLASH_MULTIPLE, _FLASH_LARGEST, _MASK_MULTIPLE = 8, 256, 8
 
 
@@ -38,7 +38,7 @@ class CudaKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs a function, or what stands for it on CUDA."""
+        """Runs a function, or its replacement for CUDA."""
         kwargs = kwargs or {}
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _HOST}
@@ -52,14 +52,14 @@ class CudaKernels(TorchFunctionMode):
 
     def _run(self, func: Callable[..., Any], kwargs: Any, args: tuple[Any, ...]) -> Any:
         if func in _SEEN_INSIDE:
-            # Torch has left the mode to call it.
+            # Torch leaves the mode while it calls this method.
             with self:
                 return _without_dispatch(func)(*args, **kwargs)
         return _STAND_INS.get(func, func)(*args, **kwargs)
 
 
 def _in_float32(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What autocast raises to float32 on CUDA, and not on the host."""
+    """Arguments in float32 for functions that autocast runs in float32 on CUDA, but not on the host."""
     return tuple(map(_float32, args)) if func in _IN_FLOAT32 else args
 
 
@@ -69,7 +69,7 @@ def _float32(value: Any) -> Any:
 
 @cache
 def _without_dispatch(func: FunctionType) -> FunctionType:
-    """A function of torch that runs its own body at once, so that a mode sees what it calls inside."""
+    """A function of torch that runs its body without dispatching itself, so that a mode sees the calls inside."""
     names = [name for name in func.__globals__ if name.startswith("has_torch_function")]
     overrides = dict.fromkeys(names, lambda *_: False)
     copied = FunctionType(
@@ -90,7 +90,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by the kernel that torch takes on CUDA: flash, memory-efficient, or plain products."""
+    """Attention by the kernel that torch chooses on CUDA: flash, memory-efficient, or plain products."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))

@@ -10,11 +10,11 @@ from recoup.measuring.estimate.machine import Hardware, read_hardware
 __all__ = ["KNOWN", "PUBLISHED_EFFICIENCY", "find_hardware"]
 
 PUBLISHED_EFFICIENCY = 0.7
-"""What large operations reach of a published figure, for computing and for memory alike: the one factor by which
-all figures below are lowered. Measured figures (``recoup hardware``) are not."""
+"""The share of a published figure that large operations reach, for computing and memory alike. It scales all figures
+below; measured ones (``recoup hardware``) are not scaled."""
 
 _GIB, _MIB, _TERA, _GIGA = 2**30, 2**20, 1e12, 1e9
-# An eager operation of torch: launch and dispatch, of which the device sees the longer.
+# An eager operation of torch: the longer one of launch and dispatch.
 _LATENCY_S = 4e-6
 
 

@@ -3,12 +3,12 @@
 NOTE [ Sharding ]
     1. Each unit is a group of its own: a rank holds its share of all parameters, gradients and optimizer state,
        rounded up for each.
-    2. While a unit runs forward its parameters are there in full, and those of the next unit, which are fetched
-       meanwhile. While it runs backward, so are those of the unit before it, and the gradients of the unit after it,
-       which are being added up over the ranks. Its own full gradients are in its measured backward already.
-    3. Parameters outside all units belong to the root, and stay in full, as their gradients do.
-    4. Buffers are not divided; a sample is one rank's batch, so activations stay as they are.
-    5. What ranks send each other is taken to happen beside the computation: seconds do not include it.
+    2. While a unit runs forward, its parameters are there in full, and those of the next unit, which are prefetched.
+       While it runs backward, so are those of the unit before it, and the gradients of the unit after it, which are
+       being reduced over the ranks. Its own full gradients are part of its measured backward.
+    3. Parameters outside all units belong to the root, and stay in full, like their gradients.
+    4. Buffers are not divided. A sample is one rank's batch, so activations stay as they are.
+    5. Communication is assumed to overlap with the computation: seconds do not include it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from recoup.measuring.stream.sections import Sections
 from recoup.model.calls import kind_of_module
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
-from recoup.model.streaming import LeakError, UnitCall, stream
+from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
 from recoup.snapshot.python_state import Notes
 from recoup.tensors import named_outputs, needing_gradient, tensors_in
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
@@ -167,7 +167,7 @@ def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
 
-class _Looker:
+class _Looker(Visitor):
     """The visitor of `look`."""
 
     def __init__(

@@ -13,13 +13,13 @@ from recoup.measuring.problem.costs import CodeSeconds
 from recoup.model.calls import module_names
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
-from recoup.model.streaming import UnitCall, stream
+from recoup.model.streaming import UnitCall, Visitor, stream
 from recoup.tensors import needing_gradient
 
 __all__ = ["time_code", "time_inside"]
 
 
-class _Timer:
+class _Timer(Visitor):
     """A visitor that times the code between units; ``at_call`` may do anything with each call."""
 
     def __init__(self, step: TrainingStep, meter: Meter, at_call: Callable[[UnitCall], None]) -> None:
@@ -35,9 +35,6 @@ class _Timer:
     def enter(self, call: UnitCall) -> None:
         self.spans.append((self._since, self.meter.stamp()))
         self.at_call(call)
-
-    def visit(self, call: UnitCall) -> Any:
-        return call.glance()
 
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
         self.starts.append(start)
