@@ -144,20 +144,20 @@ class Chain:
     def problem(self, x: Any, *, costs: Sequence[float] | None = None) -> Problem:
         """Describes the chain for the planner: runs it once, holding nothing, and notes the bytes.
 
-                Every step counts as one option that needs only the step's input for its backward. Gradients count as
-                many bytes as what they are the gradient of.
+        Every step counts as one option that needs only the step's input for its backward. Gradients count as
+        many bytes as what they are the gradient of.
 
-                Args:
-                    x: an input, as for `forward`.
-                    costs: seconds of each step's forward, of which its backward takes as many; by default 1 each.
+        Args:
+            x: an input, as for `forward`.
+            costs: seconds of each step's forward, of which its backward takes as many; by default 1 each.
 
-                >>> import numpy as np
+        >>> import numpy as np
         >>> from recoup.planning import plan
-                >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
-                >>> chain = Chain([square] * 6)
-                >>> best = plan(chain.problem(np.ones(10)), "400B")
-                >>> best.solver, sum(best.predicted.num_recomputes)
-                ('chain', 3)
+        >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
+        >>> chain = Chain([square] * 6)
+        >>> best = plan(chain.problem(np.ones(10)), "400B")
+        >>> best.solver, sum(best.predicted.num_recomputes)
+        ('chain', 3)
         """
         array = _checked_input(x)
         input_bytes = array.nbytes
@@ -174,22 +174,22 @@ class Chain:
     ) -> ScheduledRun:
         """Runs forward and backward as a planner's schedule says, nested replays and moves included.
 
-                Args:
-                    x: the input of the first step; it is not changed.
-                    schedule: for as many units as the chain has, such as a plan's.
-                    grad_output: the gradient of the output, or a function that gives it for the output.
+        Args:
+            x: the input of the first step; it is not changed.
+            schedule: for as many units as the chain has, such as a plan's.
+            grad_output: the gradient of the output, or a function that gives it for the output.
 
-                Raises:
-                    ChainError: if the schedule is not legal for this chain; ``recoup.planning.simulate`` says more.
+        Raises:
+            ChainError: if the schedule is not legal for this chain; ``recoup.planning.simulate`` says more.
 
-                >>> import numpy as np
+        >>> import numpy as np
         >>> from recoup.planning import revolve
-                >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
-                >>> run = Chain([square] * 3).run_schedule(
-                ...     np.array([2.0]), revolve(3, num_slots=1), grad_output=np.array([1.0])
-                ... )
-                >>> run.gradients.input, run.num_forwards
-                (array([1024.]), (3, 2, 1))
+        >>> square = Step(lambda x: x * x, lambda x, grad_y: 2 * x * grad_y)
+        >>> run = Chain([square] * 3).run_schedule(
+        ...     np.array([2.0]), revolve(3, num_slots=1), grad_output=np.array([1.0])
+        ... )
+        >>> run.gradients.input, run.num_forwards
+        (array([1024.]), (3, 2, 1))
         """
         return run_schedule(self.steps, schedule, array=_checked_input(x), grad_output=grad_output)
 
