@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test test-all check bench docs clean
 
 # Done again whenever what is to be installed changes. torch first and pinned: a CPU build, without CUDA packages.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -18,6 +18,10 @@ demo: $(VENV)/.ready
 # Two processes, a thread each: files go to whichever is free.
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Those that take minutes as well.
+test-all: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow"
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

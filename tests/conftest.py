@@ -25,6 +25,16 @@ def _seeded() -> Iterator[None]:
     assert torch.is_grad_enabled()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Takes what lives by now, above all imported modules, from the garbage collector.
+
+    recoup collects garbage before it measures. With the modules of the whole suite a collection takes seconds.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def no_gc() -> Iterator[None]:
     """Reference counting alone must free everything."""
