@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import recoup
 from recoup.errors import SampleError, UnitError
 from recoup.measuring import measure
-from recoup.model.streaming import UnitCall, _ForgottenError
+from recoup.model.streaming import LeakError, UnitCall
 
 
 class FailedError(Exception):
@@ -224,7 +224,7 @@ def test_a_list_that_units_fill_is_filled_once_for_the_code_after() -> None:
 def test_a_glance_holds_nothing() -> None:
     layer = nn.Linear(6, 6)
     call = UnitCall(0, "layer", layer, layer.forward, (torch.randn(4, 6),), {})
-    with pytest.raises(_ForgottenError, match="layer"):
+    with pytest.raises(LeakError, match="layer"):
         call.glance().sum().backward()
 
 

@@ -83,12 +83,20 @@ class Meter(ABC):
         """Starts a new peak; returns the bytes that are allocated now."""
 
     @abstractmethod
-    def stamp(self) -> Any:
-        """A point in the device's time."""
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated; 0 if that is not known."""
 
     @abstractmethod
+    def total_bytes(self) -> int:
+        """The device's memory; 0 if that is not known."""
+
+    def stamp(self) -> Any:
+        """A point in the device's time."""
+        return time.perf_counter()
+
     def elapsed_s(self, first: Any, second: Any) -> float:
         """Seconds between two stamps."""
+        return float(second - first)
 
     @abstractmethod
     def fill_queue(self, seconds: float = _QUEUE_S) -> None:
@@ -129,14 +137,6 @@ class Meter(ABC):
     def make_room(self) -> None:
         """Collects garbage and empties caches, after something did not fit."""
         gc.collect()
-
-    @abstractmethod
-    def free_bytes(self) -> int:
-        """Bytes that can still be allocated; 0 if that is not known."""
-
-    @abstractmethod
-    def total_bytes(self) -> int:
-        """The device's memory; 0 if that is not known."""
 
 
 class CpuMeter(Meter):
@@ -181,12 +181,6 @@ class CpuMeter(Meter):
 
     def fill_queue(self, seconds: float = _QUEUE_S) -> None:
         """A host has no queue."""
-
-    def stamp(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_s(self, first: float, second: float) -> float:
-        return second - first
 
     def free_bytes(self) -> int:
         return _host_memory("available")

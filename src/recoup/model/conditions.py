@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -99,33 +99,27 @@ def autocast_of(parameter: Tensor | None) -> str:
 
 
 class Recorder:
-    """Records the conditions of a model's calls."""
+    """Records the conditions of a model's calls.
+
+    Attributes:
+        conditions: so far; ``None`` if the model itself was never called.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = positional_names(model.forward)
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._forwards = 0
-        self._autocast = ""
-        self._training = model.training
+        self.conditions: Conditions | None = None
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook."""
         if not torch.is_grad_enabled():
             return
-        if not self._forwards:
-            self._autocast = autocast_of(next(model.parameters(), None))
-            self._training = model.training
-        self._forwards += 1
+        autocast = autocast_of(next(model.parameters(), None))
+        found = self.conditions or Conditions(autocast=autocast, forwards=0, training=model.training)
+        shapes = dict(found.shapes)
         for name, shape in input_shapes(self._names, args, kwargs):
-            if name not in self._shapes or shape.numel() > prod(self._shapes[name]):
-                self._shapes[name] = tuple(map(int, shape))
-
-    @property
-    def conditions(self) -> Conditions | None:
-        """The recorded conditions; ``None`` if the model itself was never called."""
-        if not self._forwards:
-            return None
-        return Conditions(tuple(self._shapes.items()), self._autocast, self._forwards, self._training)
+            if name not in shapes or shape.numel() > prod(shapes[name]):
+                shapes[name] = tuple(map(int, shape))
+        self.conditions = replace(found, shapes=tuple(shapes.items()), forwards=found.forwards + 1)
 
 
 @contextmanager

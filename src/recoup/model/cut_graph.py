@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -59,25 +59,18 @@ class _Seed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[Sequence[Any]], list[Tensor]], *tensors: Tensor) -> Tensor:
-        ctx.make = make
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.make(ctx.kinds))
+        return tuple(
+            torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds
+        )
 
 
-def _even_gradients(kinds: Sequence[Any]) -> list[Tensor]:
-    return [torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in kinds]
-
-
-def seeded(
-    tree: Any,
-    wanted: Sequence[bool] | None = None,
-    make: Callable[[Sequence[Any]], list[Tensor]] = _even_gradients,
-) -> Tensor | None:
+def seeded(tree: Any, wanted: Sequence[bool] | None = None) -> Tensor | None:
     """A tensor from which the backward of all tensors in a tree starts; None if none needs a gradient.
 
     The tensor and its gradient are empty: neither counts in a measurement. See `gradients_from`.
@@ -85,7 +78,6 @@ def seeded(
     Args:
         tree: whose tensors get gradients.
         wanted: for each of them, whether it gets one; if that leaves none, or has another length, all that need one do.
-        make: makes the gradients.
     """
     needing = needing_gradient(tree)
     tensors = tensors_in(tree)
@@ -93,7 +85,7 @@ def seeded(
         needing = [tensor for tensor in compress(tensors, wanted) if tensor.requires_grad] or needing
     if not needing:
         return None
-    seed: Tensor = _Seed.apply(make, *needing)  # type: ignore[no-untyped-call]
+    seed: Tensor = _Seed.apply(*needing)  # type: ignore[no-untyped-call]
     return seed
 
 

@@ -78,17 +78,17 @@ class UnitCall:
         It runs on the real arguments: a list that the unit fills is filled for the code after it.
         """
         # Without its arguments, which the graph would hold.
-        nothing = _Nothing(replace(self, args=(), kwargs={}))
+        dropped = replace(self, args=(), kwargs={})
 
-        def pack(tensor: Tensor) -> Tensor | _Nothing:
+        def pack(tensor: Tensor) -> Tensor | UnitCall:
             if note is not None:
                 note(tensor)
-            return tensor.detach() if self.holds else nothing
+            return tensor.detach() if self.holds else dropped
 
-        push_saved_tensor_hooks(pack, _give_back)
+        push_saved_tensor_hooks(pack, _unpack)
         try:
             return self.fn(*self.args, **self.kwargs)
-        except _ForgottenError:
+        except LeakError:
             if self.holds:
                 raise
         finally:
@@ -114,24 +114,9 @@ _LEAKS = (
 )
 
 
-class _ForgottenError(Exception):
-    """A backward needs a saved tensor that was dropped."""
-
-    def __init__(self, call: UnitCall) -> None:
-        super().__init__(call.name)
-        self.call = call
-
-
-@dataclass(frozen=True, slots=True)
-class _Nothing:
-    """Stands for a saved tensor that was dropped."""
-
-    call: UnitCall
-
-
-def _give_back(packed: Tensor | _Nothing) -> Tensor:
-    if isinstance(packed, _Nothing):
-        raise _ForgottenError(packed.call)
+def _unpack(packed: Tensor | UnitCall) -> Tensor:
+    if isinstance(packed, UnitCall):
+        raise LeakError(packed.name, _LEAKS, packed.module)
     return packed
 
 
@@ -290,8 +275,6 @@ def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> 
     running = _Stream(step, units, visitor)
     try:
         running.run()
-    except _ForgottenError as error:
-        raise LeakError(error.call.name, _LEAKS, error.call.module) from error
     except RuntimeError as error:
         if _REENTRANT not in str(error):
             raise
