@@ -73,9 +73,11 @@ class _Container:
         self.children = children
         self.pattern: Any = None
         """An emptied copy, for containers that carry more than their items."""
+        if self.kind in _BARE:
+            return
         if isinstance(original, tuple):
             self.pattern = getattr(original, "__dict__", None) or None
-        elif self.kind not in _BARE:
+        else:
             self.pattern = copy.copy(original)
             self.fill(self.pattern, [None] * len(keys))
 

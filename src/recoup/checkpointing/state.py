@@ -42,7 +42,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from recoup.checkpointing.guard import unguarded
 from recoup.checkpointing.reach import Reach
 from recoup.errors import CheckpointError, InputChangedError
-from recoup.snapshot.places import holds, look, put
+from recoup.snapshot.places import holds, look, replace
 from recoup.snapshot.tensors import hold_hooks
 from recoup.tensors import without_history
 
@@ -234,11 +234,10 @@ def _put(place: Any, wanted: Any) -> None:
     if holds(place, wanted):
         return
     if isinstance(place, dict):
-        keys = [
-            key for key in wanted if key in place and (_is_sharded(place[key]) or _is_sharded(wanted[key]))
-        ]
-        wanted = wanted | {key: place[key] for key in keys} if keys else wanted
-    put(place, wanted)
+        others = [key for key, value in wanted.items() if place.get(key, value) is not value]
+        sharded = [key for key in others if _is_sharded(place[key]) or _is_sharded(wanted[key])]
+        wanted = wanted | {key: place[key] for key in sharded} if sharded else wanted
+    replace(place, wanted)
 
 
 def _is_sharded(value: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from recoup.snapshot.own_code import UNBOUND, content_of
 from recoup.snapshot.tensors import hold_hooks
 
-__all__ = ["Accessor", "GlobalName", "Snapshot", "holds", "look", "put"]
+__all__ = ["Accessor", "GlobalName", "Snapshot", "holds", "look", "put", "replace"]
 
 
 class GlobalName(NamedTuple):
@@ -61,18 +61,24 @@ def put(place: Any, wanted: Any) -> None:
     """Makes a place hold exactly what is wanted, and touches nothing that already does."""
     if isinstance(place, Accessor):
         place.write(wanted)
-    elif holds(place, wanted):
-        return
-    elif isinstance(place, (CellType, GlobalName)):
-        _bind(place, wanted)
+    elif not holds(place, wanted):
+        replace(place, wanted)
+
+
+def replace(place: Any, wanted: Any) -> None:
+    """Makes a container or variable that holds something else hold what is wanted."""
+    if isinstance(place, dict):
+        _put_items(place, wanted)
     elif isinstance(place, list):
         list.__setitem__(place, slice(None), wanted)
-    elif isinstance(place, dict):
-        _put_items(place, wanted)
+    elif isinstance(place, (CellType, GlobalName)):
+        _bind(place, wanted)
+    elif isinstance(place, deque):
+        deque.clear(place)
+        deque.extend(place, wanted)
     else:
-        kind: Any = deque if isinstance(place, deque) else set
-        kind.clear(place)
-        (deque.extend if kind is deque else set.update)(place, wanted)
+        set.clear(place)
+        set.update(place, wanted)
 
 
 def _bind(place: CellType | GlobalName, wanted: Any) -> None:
