@@ -160,6 +160,8 @@ def put_together(node: Any, tensors: list[Tensor]) -> Any:
     children = [put_together(child, tensors) for child in node.children]
     if node.kind is list:
         return children
+    if node.kind is tuple:
+        return tuple(children)
     if node.kind is dict:
         return dict(zip(node.keys, children, strict=True))
     if issubclass(node.kind, tuple):

@@ -100,7 +100,9 @@ def gradients(call: Any, program: Any, retain: bool) -> dict[str, Tensor]:
 @given(program=PROGRAMS, options=OPTIONS, retain=st.booleans())
 def test_checkpointed_equals_plain(program: Any, options: Checkpoint, retain: bool) -> None:
     expected = gradients(models.plainly, program, retain=False)
-    models.assert_same(expected, gradients(options, program, retain))
+    found = gradients(options, program, retain)
+    # A row of exponentials may overflow: what is no number plainly is none when checkpointed.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @settings(max_examples=40, deadline=None)

@@ -16,7 +16,6 @@ from handmade import COUNTS, Chain, chain_sample, count_step, keep, make_plan, r
 from torch import Tensor, nn
 
 import recoup
-from recoup.checkpointing import api
 from recoup.checkpointing import segment as segments
 from recoup.checkpointing.frame import Frame
 from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove, running
@@ -53,7 +52,6 @@ def counting_frames(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return SPAN(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(api, "Frame", frame)
         patch.setattr(segments, "Frame", frame)
         patch.setattr(running, "Span", span)
         yield made

@@ -12,13 +12,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from recoup.checkpointing.arguments import Arguments
-from recoup.checkpointing.frame import Frame
 from recoup.checkpointing.mismatch import describe_function
-from recoup.checkpointing.transforms import is_transformed
-from recoup.checkpointing.turns import begin_turn, end_turn
+from recoup.checkpointing.segment import Segment
 from recoup.errors import NothingToCheckpointError
-from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from recoup.torch_private import current_transform
 
 __all__ = ["Checkpoint", "checkpoint", "not_callable", "run_traced", "torch_checkpoint"]
 
@@ -153,26 +150,11 @@ def _run(
         return run_traced(options, fn, args, kwargs, context_fn)
     if not callable(fn):
         raise not_callable(fn)
-    if not torch.is_grad_enabled() or is_transformed():
+    if not torch.is_grad_enabled() or current_transform() is not None:
         return fn(*args, **kwargs)
-    forward_context, replay_context = (None, None) if context_fn is None else context_fn()
-    taken = begin_turn()
-    try:
-        frame = Frame(options, fn, Arguments(args, kwargs), replay_context)
-        push_saved_tensor_hooks(frame.pack_hook(), frame.unpack)
-        try:
-            if forward_context is None:
-                output = fn(*args, **kwargs)
-            else:
-                with forward_context:
-                    output = fn(*args, **kwargs)
-        finally:
-            pop_saved_tensor_hooks()
-        frame.settle(output)
-    finally:
-        if taken:
-            end_turn()
-    if frame.is_idle() and not _needs_grad(output):
+    segment = Segment(options)
+    output = segment.run(fn, args, kwargs, contexts=(None, None) if context_fn is None else context_fn())
+    if segment.is_idle() and not _needs_grad(output):
         raise NothingToCheckpointError(
             f"{describe_function(fn)} was given no tensor and its result needs no gradient: there is nothing to"
             " checkpoint. Pass its inputs as arguments, or call it directly."

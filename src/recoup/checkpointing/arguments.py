@@ -9,16 +9,19 @@ replay would find used up, are refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from recoup.tensors import PLAIN, argument_paths, put_together, take_apart, versions_of
 from recoup.torch_private import top_saved_tensor_hooks
 
-__all__ = ["Arguments"]
+__all__ = ["Arguments", "Given"]
 
+Given: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
+"""Positional and keyword arguments."""
 _OURS = f"{__name__.partition('.')[0]}."
 
 
@@ -38,6 +41,10 @@ class Arguments:
         "_given", "_has_hooks", "_held", "_is_flat", "_needs_grad", "_originals", "_tensors", "_unpack",
         "_versions", "are_copied", "changed", "others",
     )  # fmt: skip
+
+    feeds: Mapping[int, Any] = MappingProxyType({})
+    """By slot, what earlier calls return; see `FedArguments`."""
+    changed_feeds: Collection[tuple[int, int]] = ()
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors: list[Tensor] = []
@@ -82,7 +89,7 @@ class Arguments:
         self._tensors = []
         return bool(self.changed)
 
-    def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
+    def rebuild(self) -> Given:
         """Gives the arguments as they were, in new containers."""
         held = self._held
         if self._unpack is not None:
@@ -100,6 +107,10 @@ class Arguments:
         elif self._is_flat:
             return self._given  # type: ignore[no-any-return]
         return put_together(self._taken_apart(), held)  # type: ignore[no-any-return]
+
+    def put_together(self, rebuilt: Given, give: Callable[[Any], Tensor]) -> Given:
+        """The arguments for a replay, of which nothing comes from an earlier call."""
+        return rebuilt
 
     def _taken_apart(self) -> Any:
         return take_apart(self._given, [], []) if self._is_flat else self._given

@@ -31,12 +31,11 @@ def compare_exactly(
     Raises:
         ReplayMismatchError: it is of another kind, or has other contents.
     """
-    record = records[position]
-    if kind_of(tensor) != record[1]:
-        raise mismatch.saved_otherwise(fn, record, tensor, len(records))
+    if kind_of(tensor) != records[position][1]:
+        raise mismatch.saved_otherwise(fn, records, position, tensor)
     then = None if digests is None else digests[position]
     if then is not None and not is_same(then, digest_of_saved(tensor)):
-        raise mismatch.values_drifted(fn, record, len(records))
+        raise mismatch.values_drifted(fn, records, position)
 
 
 class Comparison:
@@ -88,7 +87,7 @@ class Comparison:
         else:
             rounds = _differ_by_rounding(pairs)
         if not rounds:
-            raise mismatch.values_drifted(self._fn, self._records[min(self._first)], len(self._records))
+            raise mismatch.values_drifted(self._fn, self._records, min(self._first))
         never_again(self._fn)
         warnings.warn(
             f"{mismatch.describe_function(self._fn)}: its replay rounds differently than its forward, because an"

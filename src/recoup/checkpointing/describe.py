@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recoup.checkpointing.replayable import Replayable, Sought, seeking
+if TYPE_CHECKING:
+    from recoup.checkpointing.segment import Segment
 
-__all__ = ["describe"]
+__all__ = ["SEEKING", "Sought", "describe"]
+
+
+class Sought(BaseException):
+    """Carries a segment out of its unpack hook."""
+
+    def __init__(self, found: Segment) -> None:
+        self.found = found
+
+
+class _Seeking(threading.local):
+    active = False
+
+
+SEEKING = _Seeking()
+"""While it is active, unpack hooks on this thread raise `Sought` instead of replaying."""
 
 
 def describe(tensor: Tensor) -> str:
@@ -23,13 +40,15 @@ def describe(tensor: Tensor) -> str:
     >>> print(describe(checkpoint(torch.nn.functional.gelu, x * 2).sum()))
     <checkpoint of gelu: holds [float32[2, 3]], gives [float32[2, 3]], 1 saved tensor to replay, no RNG state>
     """
-    frames: list[Replayable] = []
-    with seeking():
+    found: list[Segment] = []
+    SEEKING.active = True
+    try:
         for node in _nodes(tensor):
-            for frame in _frames(node):
-                if not any(frame is known for known in frames):
-                    frames.append(frame)
-    return "\n".join(map(repr, frames)) or "no checkpointed call"
+            found += _segments(node)
+    finally:
+        SEEKING.active = False
+    segments = {id(segment): segment for segment in found}.values()
+    return "\n".join(map(repr, segments)) or "no checkpointed call"
 
 
 def _nodes(tensor: Tensor) -> Iterator[Any]:
@@ -42,7 +61,7 @@ def _nodes(tensor: Tensor) -> Iterator[Any]:
             stack.extend(parent for parent, _ in node.next_functions)
 
 
-def _frames(node: Any) -> Iterator[Replayable]:
+def _segments(node: Any) -> Iterator[Segment]:
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
             try:

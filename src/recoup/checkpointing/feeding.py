@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.arguments import Arguments
+from recoup.checkpointing.arguments import Arguments, Given
 from recoup.checkpointing.digest import Digest, digest, is_same
 from recoup.checkpointing.mismatch import Kind, kind_of
 from recoup.tensors import argument_paths, each_tensor, put_together, take_apart, versions_of
@@ -106,10 +106,9 @@ class FedArguments(Arguments):
         self._fed = []
         return changes_held or bool(self.changed_feeds)
 
-    def put_together(
-        self, held: Sequence[Tensor], give: Callable[[Feed], Tensor]
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
+    def put_together(self, rebuilt: Given, give: Callable[[Feed], Tensor]) -> Given:
         """Gives the arguments as they were: those from outside as rebuilt, the fed ones from this replay."""
+        held, _ = rebuilt
         # One tensor that was given twice is one again: functions ask whether their key is their value.
         fresh = {
             id(tensor): tensor
@@ -131,7 +130,7 @@ class Flow:
 
     __slots__ = ("_check", "_expected", "_readers", "_waiting")
 
-    def __init__(self, calls: Iterable[FedArguments], check: str, waiting: dict[Place, Tensor]) -> None:
+    def __init__(self, calls: Iterable[Arguments], check: str, waiting: dict[Place, Tensor]) -> None:
         self._check = check
         self._expected: dict[int, dict[int, Feed]] = {}
         """By call that returns it and place in its output."""

@@ -1,25 +1,25 @@
-"""One checkpointed call between its forward and the end of its backward.
+"""One checkpointed call: what its forward leaves behind, and how it is run again.
 
 NOTE [ How a frame works ]
 
-1. In the forward, every tensor that autograd saves goes through `Frame._pack`, which notes its kind and lets
-   go of it. What autograd keeps instead is the *record*, a small tuple that the frame's list also holds.
-2. The first `Frame.unpack` of a backward replays the function. Its saved tensors arrive in the same order;
-   the ones that are still wanted are set aside in ``values``.
-3. A record is wanted while someone besides the list refers to it, which its reference count tells. Parts
-   of the graph that were dropped (an unused output) are neither computed nor held, and the replay stops as
-   soon as nothing more is wanted. No weak references are needed for that.
-4. Every value is handed out once and forgotten. One that is read a second time in the same backward costs a
-   second replay, after which values stay until that backward ends.
-5. Each backward (autograd's graph task) replays for itself; what it leaves over is dropped when it ends.
+1. In the forward, every tensor that autograd saves goes through `Frame.pack`, which notes its kind and lets go of it.
+   What autograd keeps instead is the *record*, a small tuple that the frame's list also holds.
+2. The first `Segment.unpack` of a backward replays the function. Its saved tensors arrive in the same order; those that
+   are still wanted are kept by their positions.
+3. A record is wanted while someone besides the list refers to it, which its reference count tells. Parts of the graph
+   that were dropped (an unused output) are neither computed nor held, and the replay stops as soon as nothing more is
+   wanted. No weak references are needed for that.
+4. Every value is handed out once and dropped. One that is read a second time in the same backward costs a second
+   replay, after which values stay until that backward ends.
+5. Each backward (autograd's graph task) replays for itself; what it does not read is dropped when it ends.
 6. Leaves that need a gradient (parameters), and views of them, are held as they are: the graph holds them anyway.
    Their version counters tell whether an optimizer stepped in between. The replay must save the same ones.
-7. No reference cycles: nothing that the forward's graph keeps refers to a tensor with a history, and a frame
-   refers to no graph. Tensors set aside do have the replay's history (detaching each would cost more than all
-   else here), so that graph's hooks forget them when the replay ends. Reference counting frees everything.
+7. No reference cycles: nothing that the forward's graph keeps refers to a tensor with a history, and a frame refers to
+   no graph. Replayed values do have the replay's history (detaching each would cost more than all else here), so that
+   graph's hooks drop them when the replay ends. Reference counting frees everything.
 8. Autograd ties what it unpacks to the history that it remembers itself, not to the replay's.
-9. An inner frame's arguments go through the outer frame's hooks (see `Arguments`), so nesting needs no rule
-   of its own. Locks are taken from the inside out only.
+9. An inner frame's arguments go through the outer frame's hooks (see `Arguments`), so nesting needs no rule of its own.
+   Locks are taken from the inside out only.
 """
 
 from __future__ import annotations
@@ -39,14 +39,7 @@ from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Kind, Record, kind_of
 from recoup.checkpointing.reach import Reach
-from recoup.checkpointing.replay import (
-    Manner,
-    Replayed,
-    is_any_wanted,
-    replay,
-    run_forgetting,
-)
-from recoup.checkpointing.replayable import SEEKING, Replayable, Sought
+from recoup.checkpointing.replay import Manner, Replayed, is_any_wanted, replay, run_for_output
 from recoup.checkpointing.sampling import is_due
 from recoup.checkpointing.state import FunctionState
 from recoup.checkpointing.turns import turn, turn_holder
@@ -62,20 +55,32 @@ __all__ = ["Frame", "Leaf"]
 class Leaf:
     """A leaf that needs a gradient, or a view of one, held as it is; ``owner`` is the leaf itself."""
 
-    __slots__ = ("owner", "tensor", "version")
+    __slots__ = ("owner", "position", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, owner: Tensor) -> None:
+    def __init__(self, position: int, tensor: Tensor, owner: Tensor) -> None:
+        self.position = position
         self.tensor = tensor
         self.owner = owner
         self.version = tensor._version
 
 
-class Frame(Replayable):
-    """What is left of a checkpointed call: the function, its arguments, its surroundings, and records."""
+class Frame:
+    """What is left of a checkpointed call: the function, its arguments, its environment, and records.
+
+    Attributes:
+        options: of the checkpoint.
+        fn: the function.
+        arguments: its arguments.
+        first: the position of its first saved tensor among all of its segment.
+        records: of what it saved.
+        leaves: those that are held as they are, by position among the call's own.
+        is_settled: whether the forward has ended.
+        runs_backward: whether the function runs a backward inside.
+    """
 
     __slots__ = (
-        "_arguments", "_digests", "_environment", "_leaves", "_maker", "_outputs", "_records",
-        "_replay_context", "_results", "_settled", "_state", "fn", "runs_backward",
+        "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_state", "arguments",
+        "first", "fn", "is_settled", "leaves", "options", "records", "runs_backward",
     )  # fmt: skip
 
     def __init__(
@@ -83,19 +88,19 @@ class Frame(Replayable):
         options: Checkpoint,
         fn: Callable[..., Any],
         arguments: Arguments,
+        first: int = 0,
         replay_context: AbstractContextManager[Any] | None = None,
     ) -> None:
-        super().__init__(options)
-        self.fn = fn
+        self.options, self.fn, self.arguments, self.first = options, fn, arguments, first
+        self.records: list[Record] = []
+        self.leaves: dict[int, Tensor] = {}
+        self.is_settled = self.runs_backward = False
         self._replay_context = replay_context
-        self._arguments = arguments
         reach = Reach(fn, arguments.others)
         self._state = None
         if reach.roots or reach.bindings:
             self._state = FunctionState(reach, preserve_buffers=options.preserve_buffers)
         self._environment = Environment(reach.generators, preserve_rng=options.preserve_rng)
-        self._records: list[Record] = []
-        self._leaves: dict[int, Tensor] = {}
         check = options.check
         self._digests: list[Digest] | None = None
         """Of what was saved; None for calls whose contents are not compared."""
@@ -104,30 +109,23 @@ class Frame(Replayable):
         self._results: list[Result] = []
         """What the call returned, where that may be compared."""
         self._outputs: tuple[Kind, ...] = ()
-        self._settled = False
         self._maker = turn_holder()
-        self.runs_backward = False
-        """Whether the function runs a backward inside."""
-
-    def is_idle(self) -> bool:
-        """Whether the call was given no tensor and saved none."""
-        return not self._arguments and not self._records
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
         outputs = [output] if type(output) is Tensor else list(each_tensor(output))
         self._outputs = tuple(kind_of(tensor) for tensor in outputs if not tensor.is_nested)
-        changes_arguments = self._arguments.settle()
+        changes_arguments = self.arguments.settle()
         self._environment.settle()
         if self._state is not None:
             self._state.settle()
         if self._digests is not None:
             self._digests = packed(self._digests)
-            if self._options.check == "sampled":
+            if self.options.check == "sampled":
                 # A second replay would find changed arguments.
                 self._digests = None if changes_arguments else self._digests
                 self._results = results_of(outputs)
-        self._settled = True
+        self.is_settled = True
 
     def pack_hook(self) -> Callable[[Tensor], Record | Leaf]:
         """What autograd calls for every tensor that it saves in the forward."""
@@ -137,12 +135,13 @@ class Frame(Replayable):
 
     def _pack(self, tensor: Tensor) -> Record | Leaf:
         """Notes the kind of a saved tensor and lets go of it."""
-        records = self._records
-        record = (len(records), kind_of(tensor))
+        records = self.records
+        position = len(records)
+        record = (self.first + position, kind_of(tensor))
         records.append(record)
         if tensor.is_leaf and tensor.requires_grad:
-            self._leaves[record[0]] = tensor
-            return Leaf(tensor, tensor)
+            self.leaves[position] = tensor
+            return Leaf(record[0], tensor, tensor)
         return record
 
     def _pack_beside_modules(self, tensor: Tensor) -> Record | Leaf:
@@ -150,10 +149,10 @@ class Frame(Replayable):
         base = tensor._base
         if base is None or not (base.is_leaf and base.requires_grad):
             return self._pack(tensor)
-        position = len(self._records)
-        self._records.append((position, kind_of(tensor)))
-        self._leaves[position] = base
-        return Leaf(tensor.detach(), base)
+        position = len(self.records)
+        self.records.append((self.first + position, kind_of(tensor)))
+        self.leaves[position] = base
+        return Leaf(self.first + position, tensor.detach(), base)
 
     def _pack_with_digest(self, tensor: Tensor) -> Record | Leaf:
         """As `_pack_beside_modules`, and notes the content of what is let go."""
@@ -162,58 +161,24 @@ class Frame(Replayable):
         self._digests.append(None if isinstance(record, Leaf) else digest_of_saved(tensor))
         return record
 
-    def note_read(self) -> None:
-        """Autograd needs something back that the call saved; before it has ended, that is for a backward inside."""
-        if not self._settled:
-            self.runs_backward = True
-
-    def unpack(self, packed: Record | Leaf) -> Tensor:
-        """Autograd needs a saved tensor back."""
-        if isinstance(packed, Leaf):
-            return self._unpack_leaf(packed)
-        position = packed[0]
-        # No lock for what is there: taking an entry out of a dictionary is atomic.
-        tensor = self._values.pop(position, None)
-        if tensor is None:
-            tensor = self._fetch(position)
-        if tensor._version and tensor._version != self._versions.get(position, 0):
-            raise self.refuse_saved(position)
-        return tensor
-
-    def _unpack_leaf(self, leaf: Leaf) -> Tensor:
-        if SEEKING.active:
-            raise Sought(self)
-        if leaf.tensor._version != leaf.version:
-            raise self._refuse_watched(leaf.owner)
-        return leaf.tensor
-
     def is_wanted(self) -> bool:
         """Whether anything that the call saved is still wanted."""
-        return is_any_wanted(self._records)
-
-    def _make(self, key: int, *, locating: bool) -> tuple[dict[int, Tensor], dict[int, int]]:
-        self.refuse_stale()
-        args, kwargs = self._arguments.rebuild()
-        values, versions, _ = self.run_as_then(args, kwargs, self._manner(locating))
-        return values, versions
+        return is_any_wanted(self.records)
 
     def refuse_stale(self) -> None:
         """Raises if an argument was changed in place, so that a replay would start from another value."""
-        if (slot := self._arguments.first_stale()) is not None:
-            raise self._refuse_argument(slot)
-
-    def _refuse_argument(self, slot: int) -> InputChangedError:
-        path = self._arguments.path(slot, mismatch.parameter_names(self.fn))
-        return mismatch.changed_argument(self.fn, path, by_function=slot in self._arguments.changed)
+        if (slot := self.arguments.first_stale()) is not None:
+            path = self.arguments.path(slot, mismatch.parameter_names(self.fn))
+            raise mismatch.changed_argument(self.fn, path, by_function=slot in self.arguments.changed)
 
     def run_as_then(self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner) -> Replayed:
-        """Runs the function again in the state and the surroundings of its forward."""
-        if self._digests is None or manner.forgets or manner.carefully:
+        """Runs the function again in the state and the environment of its forward."""
+        if self._digests is None or manner.outputs_only or manner.carefully:
             return self._run_as_then(args, kwargs, manner)
         # NOTE [ Sampled comparison ]
         tensors: list[Tensor] = []
         apart = take_apart((args, kwargs), tensors, [])
-        comparison = Comparison(self.fn, self._records, self._digests)
+        comparison = Comparison(self.fn, self.records, self._digests)
         replayed = self._run_as_then(args, kwargs, manner, comparison.note)
         if comparison.drifts(replayed[0]):
             args, kwargs = put_together(apart, tensors)
@@ -225,7 +190,7 @@ class Frame(Replayable):
         self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner, compare: Compare | None = None
     ) -> Replayed:
         if compare is None and manner.carefully:
-            compare = partial(compare_exactly, self.fn, self._records, self._digests)
+            compare = partial(compare_exactly, self.fn, self.records, self._digests)
         if self._replay_context is None and self._state is None and not self._environment.differs():
             return self._run(args, kwargs, manner, compare)
         guard = None
@@ -234,7 +199,7 @@ class Frame(Replayable):
             if self._state is not None:
                 self._state.enter(stack)
                 if stale := self._state.stale():
-                    guard = stack.enter_context(StaleGuard(stale, self._refuse_watched))
+                    guard = stack.enter_context(StaleGuard(stale, self.refuse_watched))
             self._environment.enter(stack)
             if self._replay_context is not None:
                 stack.enter_context(self._replay_context)
@@ -251,32 +216,31 @@ class Frame(Replayable):
         self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner, compare: Compare | None
     ) -> Replayed:
         try:
-            if manner.forgets:
-                return {}, {}, run_forgetting(self.fn, args, kwargs, runs_backward=self.runs_backward)
-            records, leaves = self._records, self._leaves
-            return replay(
-                self.fn, args, kwargs, self._options, records, leaves, self._settled, manner, compare
-            )
+            if manner.outputs_only:
+                return {}, {}, run_for_output(self, args, kwargs)
+            return replay(self, args, kwargs, manner, compare)
         except Exception as error:
             # As it is, since others may wait for it; Pythons from 3.11 on show the note below it.
-            if self._settled and not isinstance(error, RecoupError) and hasattr(error, "add_note"):
+            if self.is_settled and not isinstance(error, RecoupError) and hasattr(error, "add_note"):
                 error.add_note(mismatch.raised_in_replay(self.fn))
             raise
 
     def refuse_saved(self, position: int) -> InputChangedError:
         """The error for a saved tensor that was changed in place."""
-        return mismatch.changed_saved(self.fn, f"saved tensor {position + 1} of {len(self._records)}")
+        which = f"saved tensor {position - self.first + 1} of {len(self.records)}"
+        return mismatch.changed_saved(self.fn, which)
 
-    def _refuse_watched(self, tensor: Tensor) -> InputChangedError:
+    def refuse_watched(self, tensor: Tensor) -> InputChangedError:
+        """The error for a tensor that the function reads, and that was changed in place."""
         name, by_function = f"a leaf of shape {list(tensor.shape)}", False
         if self._state is not None:
             name, by_function = self._state.describe(tensor)
         return mismatch.changed_state(self.fn, name, by_function=by_function)
 
     def __repr__(self) -> str:
-        num_saved = len(self._records)
+        num_saved = len(self.records)
         return (
-            f"<checkpoint of {mismatch.describe_function(self.fn)}: holds [{', '.join(self._arguments.describe())}],"
+            f"<checkpoint of {mismatch.describe_function(self.fn)}: holds [{', '.join(self.arguments.describe())}],"
             f" gives [{', '.join(map(mismatch.describe_shape, self._outputs))}],"
             f" {num_saved} saved tensor{'s' * (num_saved != 1)} to replay, {self._environment.describe()}>"
         )

@@ -40,7 +40,7 @@ __all__ = [
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 Record: TypeAlias = tuple[int, Kind]
-"""What the forward notes of a saved tensor: its position and its kind."""
+"""What the forward notes of a saved tensor: its position among all of its segment, and its kind."""
 
 kind_of: Callable[[Tensor], Kind] = attrgetter("shape", "dtype", "device")
 
@@ -120,23 +120,21 @@ def changed_saved(fn: Any, what: str) -> InputChangedError:
     )
 
 
-def saved_otherwise(fn: Any, record: Record, tensor: Tensor, num_saved: int) -> ReplayMismatchError:
-    """The replay saved a tensor of another kind at a position; while the operation runs, it says where."""
-    position, kind = record
+def saved_otherwise(fn: Any, records: list[Record], position: int, tensor: Tensor) -> ReplayMismatchError:
+    """The replay saved a tensor of another kind at a position."""
     return _not_repeated(
         fn,
-        f"Saved tensor {position + 1} of {num_saved} was {_describe(kind)} in the forward and is"
-        f" {_describe(kind_of(tensor))} in the replay{_operation(fn)}.",
+        f"Saved tensor {position + 1} of {len(records)} was {_describe(records[position][1])} in the forward and is"
+        f" {_describe(kind_of(tensor))} in the replay{_operation()}.",
     )
 
 
-def saved_too_few(fn: Any, record: Record, num_saved: int, num_replayed: int) -> ReplayMismatchError:
+def saved_too_few(fn: Any, records: list[Record], position: int, num_replayed: int) -> ReplayMismatchError:
     """The replay ended before it saved a tensor that the backward needs."""
-    position, kind = record
     return _not_repeated(
         fn,
-        f"The forward saved {num_saved} tensors, the replay only {num_replayed}; tensor {position + 1},"
-        f" {_describe(kind)}, is missing.",
+        f"The forward saved {len(records)} tensors, the replay only {num_replayed}; tensor {position + 1},"
+        f" {_describe(records[position][1])}, is missing.",
     )
 
 
@@ -145,23 +143,20 @@ def saved_too_many(fn: Any, num_saved: int, num_replayed: int) -> ReplayMismatch
     return _not_repeated(fn, f"The forward saved {num_saved} tensors, the replay {num_replayed}.")
 
 
-def other_parameter(fn: Any, record: Record, num_saved: int) -> ReplayMismatchError:
-    """The replay used another parameter than the forward. Call it while the operation runs."""
-    position, kind = record
+def other_parameter(fn: Any, records: list[Record], position: int) -> ReplayMismatchError:
+    """The replay used another parameter than the forward."""
     return _not_repeated(
         fn,
-        f"Saved tensor {position + 1} of {num_saved}, {_describe(kind)}, is another parameter than in the"
-        f" forward{_operation(fn)}: a choice between modules fell differently.",
+        f"{_saved(records, position)} is another parameter than in the forward{_operation()}: a choice between modules"
+        " fell differently.",
     )
 
 
-def values_drifted(fn: Any, record: Record, num_saved: int) -> ReplayMismatchError:
-    """The replay saved a tensor of the right kind with other content; while the operation runs, it says where."""
-    position, kind = record
+def values_drifted(fn: Any, records: list[Record], position: int) -> ReplayMismatchError:
+    """The replay saved a tensor of the right kind with other content."""
     return _not_repeated(
         fn,
-        f"Saved tensor {position + 1} of {num_saved}, {_describe(kind)}, has other values than in the"
-        f" forward{_operation(fn)}.",
+        f"{_saved(records, position)} has other values than in the forward{_operation()}.",
         "\nOperations that are not deterministic on this device show up too: torch.use_deterministic_algorithms(True).",
     )
 
@@ -185,24 +180,24 @@ def returned_drifted(fn: Any, place: int, kind: Kind) -> ReplayMismatchError:
     )
 
 
+def ran_backward(fn: Any) -> ReplayMismatchError:
+    """The replay runs a backward inside, where the forward ran none."""
+    return _not_repeated(fn, "It runs a backward inside, and the forward ran none.")
+
+
 def _not_repeated(fn: Any, what: str, more: str = "") -> ReplayMismatchError:
-    """The frame of all of these: which function, what differs, and why that may be."""
     return ReplayMismatchError(
         f"{describe_function(fn)}: the replay does not repeat the forward. {what}\n{_CAUSES}{more}"
     )
 
 
 def raised_in_replay(fn: Any) -> str:
-    """What to know of an exception in a replay, where the forward raised none."""
+    """A note for an exception in a replay, where the forward raised none."""
     return f"{describe_function(fn)} raised this in its replay, in the backward, and not in its forward. {_CAUSES}"
 
 
-def ran_backward(fn: Any) -> ReplayMismatchError:
-    """The replay runs a backward inside, where the forward ran none."""
-    return ReplayMismatchError(
-        f"{describe_function(fn)}: the replay does not repeat the forward. It runs a backward inside, and the forward"
-        f" ran none.\n{_CAUSES}"
-    )
+def _saved(records: list[Record], position: int) -> str:
+    return f"Saved tensor {position + 1} of {len(records)}, {_describe(records[position][1])},"
 
 
 def _describe(kind: Kind) -> str:
@@ -219,8 +214,8 @@ def _place(fn: Any) -> str:
     return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def _operation(fn: Any) -> str:
-    """Says where the running operation stands: the user's line, and the innermost module around it."""
+def _operation() -> str:
+    """Says where the running operation of a replay stands: the user's line, and the innermost module around it."""
     frame: FrameType | None = sys._getframe(2)
     line = ""
     modules: list[Module] = []
@@ -231,7 +226,7 @@ def _operation(fn: Any) -> str:
         if isinstance(owner, Module) and (not modules or modules[-1] is not owner):
             modules.append(owner)
         frame = frame.f_back
-    if frame is None:  # not called from within a replay
+    if frame is None:  # no operation is running
         return ""
     inside = f", in {_qualified(modules)}" if modules else ""
     return f" (at {line}{inside})" if line else inside

@@ -1,10 +1,9 @@
-"""A second run of a function, which sets aside the saved tensors that are still wanted."""
+"""A second run of a function, which keeps the saved tensors that are still wanted."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -18,18 +17,18 @@ from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks, set_grad_enabled
 
 if TYPE_CHECKING:
-    from recoup.checkpointing.api import Checkpoint
+    from recoup.checkpointing.comparison import Compare
+    from recoup.checkpointing.frame import Frame
 
 __all__ = [
-    "FORGETFUL",
+    "OUTPUTS_ONLY",
     "Manner",
     "Replayed",
     "depth",
     "is_any_wanted",
     "is_replaying",
     "replay",
-    "run_forgetting",
-    "run_with_hooks",
+    "run_for_output",
 ]
 
 _get_seed = torch.default_generator.initial_seed
@@ -64,12 +63,12 @@ class Manner(NamedTuple):
     carefully: bool = False
     """Compare each tensor while the operation that saves it runs."""
     to_end: bool = False
-    """Do not stop early: the output is wanted, too."""
-    forgets: bool = False
-    """Nothing but the output is wanted."""
+    """Do not stop early: the output is needed."""
+    outputs_only: bool = False
+    """Keep nothing but the output."""
 
 
-FORGETFUL = Manner(to_end=True, forgets=True)
+OUTPUTS_ONLY = Manner(to_end=True, outputs_only=True)
 
 Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, int], Any]
 """The wanted tensors by position, their version counters where these are not 0, and the output, if it got there."""
@@ -89,26 +88,14 @@ def is_any_wanted(records: list[Record]) -> bool:
 
 
 def replay(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    options: Checkpoint,
-    records: list[Record],
-    leaves: dict[int, Tensor],
-    complete: bool,
-    manner: Manner,
-    compare: Callable[[int, Tensor], None] | None,
+    frame: Frame, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner, compare: Compare | None
 ) -> Replayed:
-    """Runs the function again until every saved tensor that is still wanted exists.
+    """Runs a frame's function again until every saved tensor that is still wanted exists.
 
     Args:
-        fn: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        options: whether to stop early and what to compare.
-        records: what the forward noted of each tensor it saved.
-        leaves: the parameters among them.
-        complete: whether the forward has ended; if not, the replay may well save more than it did so far.
+        frame: the function, its options, and what its forward saved.
+        args: positional arguments.
+        kwargs: keyword arguments.
         manner: how to run it.
         compare: is called with each tensor that the forward saved too, and its position, while the operation that
             saves it runs.
@@ -116,32 +103,26 @@ def replay(
     Raises:
         ReplayMismatchError: it saved other tensors than the forward.
     """
-    replayed, num_saved = run_with_hooks(fn, args, kwargs, options, records, leaves, compare, manner.to_end)
-    values = replayed[0]
+    fn, records, options = frame.fn, frame.records, frame.options
+    replayed, num_saved = run_with_hooks(frame, args, kwargs, compare, manner.to_end)
+    if options.check == "none":
+        return replayed
     # All at once, after the run: in the hook, between operations, the same costs twice as much.
-    if options.check != "none":
-        expected = [records[position][1] for position in values]
-        if list(map(kind_of, values.values())) != expected:
-            wrong = next(
-                position for position, tensor in values.items() if kind_of(tensor) != records[position][1]
-            )
-            raise mismatch.saved_otherwise(fn, records[wrong], values[wrong], len(records))
-    if num_saved > len(records) and complete and not options.early_stop and options.check != "none":
+    values = replayed[0]
+    if list(map(kind_of, values.values())) != [records[position][1] for position in values]:
+        wrong = next(p for p, tensor in values.items() if kind_of(tensor) != records[p][1])
+        raise mismatch.saved_otherwise(fn, records, wrong, values[wrong])
+    # Before the forward has ended, the replay may well save more than it did so far.
+    if num_saved > len(records) and frame.is_settled and not options.early_stop:
         raise mismatch.saved_too_many(fn, len(records), num_saved)
     return replayed
 
 
 def run_with_hooks(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    options: Checkpoint,
-    records: list[Record],
-    leaves: dict[int, Tensor],
-    compare: Callable[[int, Tensor], None] | None,
-    to_end: bool,
+    frame: Frame, args: Sequence[Any], kwargs: dict[str, Any], compare: Compare | None, to_end: bool
 ) -> tuple[Replayed, int]:
-    """Runs the function and sets aside what it saves and is wanted; also returns how much it saved in all."""
+    """Runs the function and keeps what it saves and is wanted; also returns how much it saved in all."""
+    fn, records, leaves, options = frame.fn, frame.records, frame.leaves, frame.options
     values: dict[int, Tensor] = {}
     versions: dict[int, int] = {}
     output: Any = None
@@ -171,7 +152,7 @@ def run_with_hooks(
         if check and position in leaves:
             owner = tensor if tensor.is_leaf else tensor._base
             if isinstance(owner, Parameter) and owner is not leaves[position]:
-                raise mismatch.other_parameter(fn, records[position], num_records)
+                raise mismatch.other_parameter(fn, records, position)
         return tensor.detach()
 
     def pack_carefully(tensor: Tensor) -> int | Tensor:
@@ -183,12 +164,9 @@ def run_with_hooks(
     def unpack(packed: int | Tensor) -> Tensor:
         return values[packed].detach() if isinstance(packed, int) else packed
 
-    _depth.value += 1
-    grad_mode = torch.is_grad_enabled()
-    set_grad_enabled(True)
-    push_saved_tensor_hooks(pack if compare is None else pack_carefully, unpack)
     try:
-        output = fn(*args, **kwargs)
+        with _Replaying(pack if compare is None else pack_carefully, unpack):
+            output = fn(*args, **kwargs)
         is_changed = read_settings()[WRITABLE] != settings
     except _StopReplay:
         is_changed = False
@@ -198,55 +176,55 @@ def run_with_hooks(
             values.clear()
             raise
     finally:
-        pop_saved_tensor_hooks()
-        set_grad_enabled(grad_mode)
-        _depth.value -= 1
         if is_changed:
             write_settings(settings)
     # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
     result, values = values, {}
     if last >= 0 and last not in result:
         missing = next(position for position, want in enumerate(wanted) if want and position not in result)
-        raise mismatch.saved_too_few(fn, records[missing], num_records, num_saved)
+        raise mismatch.saved_too_few(fn, records, missing, num_saved)
     return (result, versions, output), num_saved
 
 
-def run_forgetting(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, runs_backward: bool
-) -> Any:
-    """Runs the function for its output alone.
-
-    Args:
-        fn: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        runs_backward: it runs a backward inside, so what it saves has to stay until it returns.
-    """
+def run_for_output(frame: Frame, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs the function for its output alone."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> int:
+        # A backward inside the function reads what it saves.
         saved.append(tensor.detach())
         return len(saved) - 1
 
-    _depth.value += 1
-    grad_mode = torch.is_grad_enabled()
-    set_grad_enabled(True)
-    if runs_backward:
-        push_saved_tensor_hooks(pack, saved.__getitem__)
-    else:
-        push_saved_tensor_hooks(_forget, partial(_refuse_forgotten, fn))
+    def refuse(_: None) -> Tensor:
+        raise mismatch.ran_backward(frame.fn)
+
+    hooks = (pack, saved.__getitem__) if frame.runs_backward else (_drop, refuse)
     try:
-        return fn(*args, **kwargs)
+        with _Replaying(*hooks):
+            return frame.fn(*args, **kwargs)
     finally:
-        pop_saved_tensor_hooks()
-        set_grad_enabled(grad_mode)
-        _depth.value -= 1
         saved.clear()
 
 
-def _forget(tensor: Tensor) -> None:
+def _drop(tensor: Tensor) -> None:
     return None
 
 
-def _refuse_forgotten(fn: Callable[..., Any], _: None) -> Tensor:
-    raise mismatch.ran_backward(fn)
+class _Replaying:
+    """A block that runs a function again: in grad mode, and with these hooks on what autograd saves."""
+
+    __slots__ = ("_grad_mode", "_hooks")
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self._hooks = pack, unpack
+
+    def __enter__(self) -> None:
+        _depth.value += 1
+        self._grad_mode = torch.is_grad_enabled()
+        set_grad_enabled(True)
+        push_saved_tensor_hooks(*self._hooks)
+
+    def __exit__(self, *error: object) -> None:
+        pop_saved_tensor_hooks()
+        set_grad_enabled(self._grad_mode)
+        _depth.value -= 1

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recoup.checkpointing.api import not_callable, run_traced
-from recoup.checkpointing.feeding import FedArguments, Outputs
+from recoup.checkpointing.feeding import Outputs
 from recoup.checkpointing.groups import Group, check_groups
 from recoup.checkpointing.mismatch import describe_function
 from recoup.checkpointing.replay import depth
 from recoup.checkpointing.segment import Segment
-from recoup.checkpointing.transforms import is_transformed
-from recoup.checkpointing.turns import begin_turn, end_turn
 from recoup.errors import CheckpointError
-from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from recoup.torch_private import current_transform
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
@@ -78,13 +76,14 @@ class Span:
         if torch.compiler.is_compiling():
             return run_traced(self._options, fn, args, kwargs)
         self._refuse_misuse(fn)
-        if not torch.is_grad_enabled() or is_transformed():
+        if not torch.is_grad_enabled() or current_transform() is not None:
             return fn(*args, **kwargs)
         if self._segment is None:
             self._segment = Segment(self._options, self._groups)
         self._is_running = True
         try:
-            output = self._run(self._segment, fn, args, kwargs)
+            output = self._segment.run(fn, args, kwargs, find=self._outputs.find)
+            self._outputs.note(len(self._segment) - 1, output)
         except BaseException:
             self._let_go()
             raise
@@ -96,24 +95,6 @@ class Span:
         """Ends the span: there are no more calls, and it is the graph alone that holds what the replay needs."""
         self._is_closed = True
         self._let_go()
-
-    def _run(
-        self, segment: Segment, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        taken = begin_turn()
-        try:
-            frame = segment.add(fn, FedArguments(args, kwargs, self._outputs.find))
-            push_saved_tensor_hooks(frame.pack_hook(), segment.unpack_hook())
-            try:
-                output = fn(*args, **kwargs)
-            finally:
-                pop_saved_tensor_hooks()
-            frame.settle(output)
-        finally:
-            if taken:
-                end_turn()
-        self._outputs.note(len(segment) - 1, output)
-        return output
 
     def _let_go(self) -> None:
         self._segment = None

@@ -6,8 +6,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from recoup.checkpointing import is_replaying
-from recoup.checkpointing.transforms import is_transformed
-from recoup.torch_private import current_graph_task, is_fx_tracing, is_jit_tracing, top_saved_tensor_hooks
+from recoup.torch_private import (
+    current_graph_task,
+    current_transform,
+    is_fx_tracing,
+    is_jit_tracing,
+    top_saved_tensor_hooks,
+)
 
 __all__ = ["is_in_torch_checkpoint", "is_recomputed_by_others", "is_traced"]
 
@@ -24,7 +29,12 @@ def is_traced() -> bool:
     False
     """
     # The compiler folds the first into a constant and never looks at the others.
-    return torch.compiler.is_compiling() or is_jit_tracing() or is_transformed() or is_fx_tracing()
+    return (
+        torch.compiler.is_compiling()
+        or is_jit_tracing()
+        or current_transform() is not None
+        or is_fx_tracing()
+    )
 
 
 def is_recomputed_by_others() -> bool:
