@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis  # noqa: F401 (its plugin would import it after the freeze, and miss a generator that it looks for)
 import pytest
 import torch
 
