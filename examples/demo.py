@@ -3,7 +3,13 @@
 Run it with ``make demo``, or anywhere with ``recoup demo``. The model and what is done with it are in `recoup.demo`.
 """
 
-from recoup.demo import main
+from recoup import cli
+
+
+def main() -> int:
+    """As ``recoup demo``."""
+    return cli.main(["demo"])
+
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

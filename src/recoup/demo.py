@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from recoup.errors import VerificationError
 from recoup.fitting import Fitted, fit
 from recoup.measuring import measure
-from recoup.progress import note, showing
+from recoup.progress import note
 from recoup.sizes import format_bytes
 
-__all__ = ["GPT", "Shown", "main", "make", "run"]
+__all__ = ["GPT", "Shown", "make", "run"]
 
 _WIDTH, _NUM_HEADS, _NUM_BLOCKS, _VOCABULARY = 128, 4, 8, 512
 _BATCH, _LENGTH, _NUM_STEPS = 8, 128, 6
@@ -78,13 +78,13 @@ class Shown:
         fitted: the fitted model.
         plain_losses: of the plain model's steps.
         fitted_losses: of the fitted model's steps.
-        report: the file with the report; ``None`` if none was written.
+        report: the file with the report.
     """
 
     fitted: Fitted = field(repr=False)
     plain_losses: tuple[float, ...]
     fitted_losses: tuple[float, ...]
-    report: Path | None
+    report: Path
 
     def __str__(self) -> str:
         plan = self.fitted.plan
@@ -98,20 +98,8 @@ class Shown:
         ]
         losses = zip(self.plain_losses, self.fitted_losses, strict=True)
         lines += [f"{step:>6}{plain:>14.7f}{ours:>14.7f}" for step, (plain, ours) in enumerate(losses, 1)]
-        lines.append("The same losses and the same parameters, bit for bit.")
-        if self.report is not None:
-            lines.append(f"Report: {self.report}")
+        lines += ["The same losses and the same parameters, bit for bit.", f"Report: {self.report}"]
         return "\n".join(lines)
-
-
-def run() -> Shown:
-    """Fits, trains and compares.
-
-    Raises:
-        VerificationError: the fitted model's losses or parameters differ from the plain model's.
-    """
-    with _one_thread():
-        return _run()
 
 
 @contextmanager
@@ -125,14 +113,20 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _run() -> Shown:
+@_one_thread()
+def run() -> Shown:
+    """Fits, trains and compares.
+
+    Raises:
+        VerificationError: the fitted model's losses or parameters differ from the plain model's.
+    """
     made = make()
     model, tokens, optimizer = made["model"], made["sample"], made["optimizer"]
     profile = measure(model, tokens, optimizer=optimizer)
     plain_model = copy.deepcopy(model)
     plain_optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
     budget_bytes = profile.plain_bytes - profile.activation_bytes // 2
-    fitted: Any = fit(model, tokens, budget=budget_bytes, optimizer=optimizer)
+    fitted = fit(model, tokens, budget=budget_bytes, optimizer=optimizer)
     plain_losses, fitted_losses = [], []
     for step in range(_NUM_STEPS):
         note("training", step, _NUM_STEPS)
@@ -143,11 +137,7 @@ def _run() -> Shown:
         raise VerificationError(
             "The fitted GPT was trained to other losses or parameters: please report this."
         )
-    report = None
-    if hasattr(fitted, "to_html"):
-        report = _REPORT
-        fitted.to_html(report)
-    return Shown(fitted, tuple(plain_losses), tuple(fitted_losses), report)
+    return Shown(fitted, tuple(plain_losses), tuple(fitted_losses), fitted.to_html(_REPORT))
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, seed: int) -> float:
@@ -157,10 +147,3 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, s
     loss.backward()
     optimizer.step()
     return loss.item()
-
-
-def main() -> None:
-    """Runs it with a progress bar, and prints what it found."""
-    with showing():
-        shown = run()
-    print(shown)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,9 @@ def fit(options: Namespace) -> None:
     """``recoup fit``."""
     made = load_factory(options.factory).build(options.batch)
     with _progress(options):
-        fitted: Any = fitting.fit(
-            made.model,
-            made.sample,
+        fitted = fitting.fit(
+            **vars(made),
             budget=options.budget,
-            loss=made.loss,
-            optimizer=made.optimizer,
-            step=made.step,
             units=options.units,
             accumulates=options.accumulates,
             verify=not options.no_verify,
@@ -47,17 +42,17 @@ def fit(options: Namespace) -> None:
 
 def frontier(options: Namespace) -> None:
     """``recoup frontier``."""
-    imagined = _imagine(options)
+    estimate = _estimate(options)
     factory = load_factory(options.factory)
-    if imagined is not None and options.batch is None and factory.needs_batch:
+    if estimate and options.batch is None and factory.needs_batch:
         options.batch = 1
     with _progress(options):
-        profile = _measure(options, factory, imagined)
+        profile = _measure(options, factory, estimate)
         points = engines.frontier(profile, num_points=options.points, budgets=options.budget)
         if not points:
             # Every budget is too small; the error names the smallest feasible one.
             engines.plan(profile, options.budget[0])
-        answers = [] if imagined is None else _largest_batches(options, factory, imagined)
+        answers = _largest_batches(options, factory, estimate)
     size = "" if options.batch is None else f" At a batch of {options.batch}:"
     _say(options, f"{profile}{size}\n{_table(profile, points)}")
     for answer in answers:
@@ -84,10 +79,10 @@ def audit(options: Namespace) -> None:
 
 def measure(options: Namespace) -> None:
     """``recoup measure``."""
-    imagined = _imagine(options)
+    estimate = _estimate(options)
     factory = load_factory(options.factory)
     with _progress(options):
-        profile = _measure(options, factory, imagined)
+        profile = _measure(options, factory, estimate)
     _say(options, profile)
     _write_json(options, profile.to_json(indent=1), "Profile")
 
@@ -155,47 +150,22 @@ def _write(options: Namespace, path: Path | None, write: Callable[[Path], object
     _say(options, f"{what}: {path}")
 
 
-@dataclass(frozen=True)
-class _Imagined:
-    """A GPU to estimate for.
-
-    Attributes:
-        arguments: for the functions that estimate.
-        memory_bytes: that it has.
-    """
-
-    arguments: dict[str, Any]
-    memory_bytes: int
-
-
-def _imagine(options: Namespace) -> _Imagined | None:
-    """The GPU to estimate for, found before anything is built; ``None`` to measure on the real device."""
+def _estimate(options: Namespace) -> dict[str, Any]:
+    """What to estimate for, found before anything is built; nothing to measure on the real device."""
     if options.hardware is None:
-        return None
-    found = measuring.find_hardware(options.hardware)
+        return {}
     ranks = {} if options.ranks is None else {"ranks": options.ranks}
-    return _Imagined({"hardware": found, **ranks}, found.memory_bytes)
+    return {"hardware": measuring.find_hardware(options.hardware), **ranks}
 
 
-def _measure(options: Namespace, factory: Factory, imagined: _Imagined | None) -> Profile:
-    made = factory.build(options.batch, unallocated=imagined is not None)
-    run: Any = measuring.measure
-    profile: Profile = run(
-        made.model,
-        made.sample,
-        loss=made.loss,
-        optimizer=made.optimizer,
-        step=made.step,
-        units=options.units,
-        accumulates=options.accumulates,
-        **({} if imagined is None else imagined.arguments),
-    )
-    return profile
+def _measure(options: Namespace, factory: Factory, estimate: dict[str, Any]) -> Profile:
+    made = factory.build(options.batch, unallocated=bool(estimate))
+    return measuring.measure(**vars(made), units=options.units, accumulates=options.accumulates, **estimate)
 
 
-def _largest_batches(options: Namespace, factory: Factory, imagined: _Imagined) -> list[BatchChoice]:
+def _largest_batches(options: Namespace, factory: Factory, estimate: dict[str, Any]) -> list[BatchChoice]:
     """For every budget, or for all of the GPU's memory: the batch size with the best throughput."""
-    if not factory.takes_batch:
+    if not estimate or not factory.takes_batch:
         return []
     return [
         batching.largest_batch(
@@ -204,9 +174,9 @@ def _largest_batches(options: Namespace, factory: Factory, imagined: _Imagined) 
             units=options.units,
             accumulates=options.accumulates,
             most=options.most,
-            **imagined.arguments,
+            **estimate,
         )
-        for budget in options.budget or [imagined.memory_bytes]
+        for budget in options.budget or [estimate["hardware"].memory_bytes]
     ]
 
 
