@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from recoup.checkpointing import Checkpoint, is_replaying
-from recoup.checkpointing.digest import Digest, digest, is_same
-from recoup.checkpointing.mismatch import Kind, kind_of
+from recoup.checkpointing.fingerprints import Fingerprint, differing, fingerprint
 from recoup.devices.meter import device_of
 from recoup.errors import NothingToCheckpointError, ReplayMismatchError
 from recoup.model.cut_graph import gradients_from, seeded
@@ -25,7 +24,6 @@ from recoup.torch_private import current_autograd_node
 __all__ = ["Trial", "try_replay"]
 
 _CHECKPOINT = Checkpoint(check="values")
-_Prints = list[tuple[Kind, Digest]]
 
 
 @dataclass
@@ -94,24 +92,24 @@ class _Runs:
 
     def __init__(self, trial: Trial, device: torch.device) -> None:
         self._trial = trial
-        self._prints: _Prints | None = None
+        self._outputs: dict[str, Fingerprint] | None = None
         self._num_replays = 0
         self.start = torch.ones((), device=device, requires_grad=True)
 
     def note(self, output: Any, before: dict[str, Any]) -> None:
         now = _foreign_states()
         self._trial.draws = [name for name, state in now.items() if name in before and state != before[name]]
-        self._prints = _prints(output)
+        self._outputs = _outputs(output)
 
     def begin_replay(self) -> None:
         # Replays before the forward has ended are for a backward inside it.
-        if self._prints is not None:
+        if self._outputs is not None:
             self._num_replays += 1
             if self._num_replays > 1:
                 self._trial.readers.append(current_autograd_node().name())
 
     def compare(self, output: Any) -> None:
-        if self._prints is not None and not _is_same(self._prints, _prints(output)):
+        if self._outputs is not None and differing(self._outputs, _outputs(output)):
             self._trial.drifts = True
 
 
@@ -139,12 +137,12 @@ def _try_replay(call: UnitCall, trial: Trial) -> None:
     objects = named_objects(call)
     before = _noted(objects)
     versions = [(name, tensor, version_of(tensor)) for name, tensor in named_tensors(call, args, kwargs)]
-    buffers = _buffer_prints(call)
+    buffers = _buffers(call)
     watched = _Watched(call, trial)
     try:
         output, witness = _CHECKPOINT(watched, *args, **kwargs) if args or kwargs else _CHECKPOINT(watched)()
         trial.inputs = [name for name, tensor, version in versions if version_of(tensor) != version]
-        trial.buffers = _changed(buffers, _buffer_prints(call))
+        trial.buffers = differing(buffers, _buffers(call))
         between = _noted(objects)
         del args, kwargs, versions
         seed = seeded((output, witness))
@@ -176,21 +174,9 @@ def _foreign_states() -> dict[str, Any]:
     return states
 
 
-def _prints(tree: Any) -> _Prints:
-    return [(kind_of(tensor), digest(tensor)) for tensor in tensors_in(tree)]
+def _outputs(tree: Any) -> dict[str, Fingerprint]:
+    return {str(index): fingerprint(tensor) for index, tensor in enumerate(tensors_in(tree))}
 
 
-def _is_same(left: _Prints, right: _Prints) -> bool:
-    if [kind for kind, _ in left] != [kind for kind, _ in right]:
-        return False
-    return all(is_same(one, other) for (_, one), (_, other) in zip(left, right, strict=True))
-
-
-def _buffer_prints(call: UnitCall) -> dict[str, _Prints]:
-    return {name: _prints(buffer) for name, buffer in call.module.named_buffers()}
-
-
-def _changed(before: dict[str, _Prints], after: dict[str, _Prints]) -> list[str]:
-    return [
-        name for name, prints in after.items() if name not in before or not _is_same(before[name], prints)
-    ]
+def _buffers(call: UnitCall) -> dict[str, Fingerprint]:
+    return {name: fingerprint(buffer) for name, buffer in call.module.named_buffers()}

@@ -7,15 +7,8 @@ from typing import Any
 
 import torch
 
-from recoup.engines.drift import (
-    Drift,
-    Results,
-    deterministically,
-    drift_between,
-    list_drifts,
-    on_host,
-    too_far,
-)
+from recoup.checkpointing.fingerprints import on_host
+from recoup.engines.drift import Drift, Results, deterministically, drift_between, list_drifts, too_far
 from recoup.errors import VerificationError
 from recoup.model.cut_graph import gradients_from, seeded
 from recoup.model.recipe import KEEP, InnerForward, Recipe, run_recipe

@@ -1,4 +1,4 @@
-"""Comparing the results of two runs: hashes where they agree, and how far they are apart where they do not."""
+"""How far the results of two runs are apart, and runs whose results are as equal as torch can make them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,9 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from recoup.checkpointing.digest import Digest, digest, is_same
+from recoup.checkpointing.digest import digest, is_same
 
-__all__ = [
-    "Drift",
-    "Prints",
-    "Results",
-    "deterministically",
-    "differing",
-    "drift_between",
-    "fingerprint",
-    "list_drifts",
-    "on_host",
-    "too_far",
-]
+__all__ = ["Drift", "Results", "deterministically", "drift_between", "list_drifts", "too_far"]
 
 T = TypeVar("T")
 # How far apart two gradients may lie that differ by rounding, in 16 bits and after many layers.
@@ -35,8 +24,6 @@ _TOLERANCE = 0.05
 _FACTOR = 10.0
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
-Prints = dict[str, Digest]
-"""Hashes of tensors, by their names."""
 Results = dict[str, Tensor]
 """Tensors in host memory, by their names."""
 
@@ -58,28 +45,6 @@ class Drift(NamedTuple):
     def distance(self) -> str:
         """Both figures in words."""
         return f"relative error {self.relative_error:.2g}, cosine {self.cosine:.4f}"
-
-
-def fingerprint(tensor: Tensor) -> Digest:
-    """A hash of a tensor, also of a sparse one."""
-    if tensor.layout is torch.strided:
-        return digest(tensor)
-    return digest(on_host(tensor))
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory."""
-    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    return dense.to("cpu", copy=True)
-
-
-def differing(first: Prints, second: Prints) -> list[str]:
-    """Names under which the two have different contents, or only one has any."""
-    return [
-        name
-        for name in sorted(first.keys() | second.keys())
-        if not (name in first and name in second and is_same(first[name], second[name]))
-    ]
 
 
 def drift_between(first: Results, second: Results) -> list[Drift]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -11,21 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from recoup.checkpointing.fingerprints import Fingerprint, differing, fingerprint, on_host
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, device_of, make_meter
 from recoup.engines.comparing import Compared, compare_units
-from recoup.engines.drift import (
-    Drift,
-    Prints,
-    Results,
-    deterministically,
-    differing,
-    drift_between,
-    fingerprint,
-    list_drifts,
-    on_host,
-    too_far,
-)
+from recoup.engines.drift import Drift, deterministically, drift_between, list_drifts, too_far
 from recoup.engines.recording import Points, Recording, record
 from recoup.errors import OverBudgetError, ReplayMismatchError, VerificationError
 from recoup.model.caches import CachelessForward, without_caches
@@ -84,7 +74,7 @@ class _Run:
 
     peak_bytes: int
     seconds: float
-    prints: Prints
+    prints: dict[str, Fingerprint]
     timeline: Points
 
 
@@ -188,7 +178,7 @@ class _Verifier:
         seconds = self._seconds()
         scale = seconds / (recorded.points[-1][0] or 1.0)
         timeline = tuple((time_s * scale, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
-        return _Run(peak_bytes, seconds, self.prints(), timeline)
+        return _Run(peak_bytes, seconds, self.results(fingerprint), timeline)
 
     def _seconds(self) -> float:
         """The least that one of several steps takes."""
@@ -223,17 +213,11 @@ class _Verifier:
                     except ReplayMismatchError as error:
                         raise VerificationError(f"{error}\nRun recoup.audit on the model.") from None
 
-    def prints(self) -> Prints:
-        """Of every gradient after a step; of the parameters too where the step may change them."""
-        return deterministically(self._prints)
+    def results(self, see: Callable[[Tensor], T], names: Sequence[str] | None = None) -> dict[str, T]:
+        """What ``see`` makes of the gradients after a step, and of the parameters where a step may change them."""
+        return deterministically(lambda: self._after_step(see, names))
 
-    def _prints(self) -> Prints:
-        return self._after_step(fingerprint)
-
-    def _results(self, names: list[str]) -> Results:
-        return deterministically(lambda: self._after_step(on_host, names))
-
-    def _after_step(self, see: Callable[[Tensor], T], names: list[str] | None = None) -> dict[str, T]:
+    def _after_step(self, see: Callable[[Tensor], T], names: Sequence[str] | None) -> dict[str, T]:
         found: dict[str, Tensor] = {}
         with self.step.preserved():
             self._prepare()
@@ -275,10 +259,11 @@ class _Verifier:
         if not names:
             return ()
         with self.plainly():
-            drifts = any(differing(plain.prints, self.prints()) for _ in range(_MOST_PLAIN_STEPS))
-            results = self._results(names)
-            own = drift_between(results, self._results(names)) if drifts else []
-        found = drift_between(results, self._results(names))
+            again = (self.results(fingerprint) for _ in range(_MOST_PLAIN_STEPS))
+            drifts = any(differing(plain.prints, prints) for prints in again)
+            results = self.results(on_host, names)
+            own = drift_between(results, self.results(on_host, names)) if drifts else []
+        found = drift_between(results, self.results(on_host, names))
         if not drifts and not found:
             found = [Drift(name, math.nan, math.nan) for name in names]  # it differs only now and then
         if wrong := too_far(found, own) if drifts else found:
