@@ -45,7 +45,7 @@ ALLOWED = {
         "plans",
         "report",
     },
-    "batching": {"budgets", "fitting", "measuring", "model", "planning", "plans", "tensors"},
+    "batching": {"budgets", "devices", "fitting", "measuring", "model", "planning", "plans", "tensors"},
     "demo": {"fitting", "measuring"},
     "cli": {"auditing", "batching", "demo", "engines", "fitting", "measuring", "model", "planning", "plans"},
     "__main__": {"cli"},

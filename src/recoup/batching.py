@@ -17,7 +17,6 @@ NOTE [ Searching batch sizes ]
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.budgets import read_budget
+from recoup.devices.meter import device_of, make_meter
 from recoup.errors import BudgetError, SampleError
 from recoup.fitting import plan_to_fit
 from recoup.measuring import Hardware, Profile, find_hardware, measure
@@ -165,7 +165,7 @@ def largest_batch(
         stepped = made.optimizer if optimizer is None else optimizer(model)
         budget_bytes = read_budget(budget, model, sample, memory_bytes=known.memory_bytes if known else None)
         if known is None:
-            _make_room()
+            make_meter(device_of(model, sample)).make_room()  # of what earlier batch sizes left behind
             step = TrainingStep(model, sample, loss=made.loss, optimizer=stepped)
             return plan_to_fit(step, budget_bytes, units=units, accumulates=accumulates)
         profile = measure(
@@ -228,13 +228,6 @@ def _form_of(sample: Any) -> str:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     return repr(map_tensors(bare, sample))
-
-
-def _make_room() -> None:
-    """Drops what earlier batch sizes left behind."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 class _Search:

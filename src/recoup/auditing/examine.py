@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from recoup.auditing.given import copied, with_other_values
 from recoup.auditing.replays import Trial, try_replay
 from recoup.auditing.rounding import differs_by_rounding
 from recoup.auditing.saved import SavedLog, first_difference, run_logged
+from recoup.devices.meter import device_of, make_meter
 from recoup.errors import CheckpointError, ReplayMismatchError
 from recoup.model.named_arguments import named_tensors
 from recoup.model.preserve import preserving
@@ -39,7 +39,7 @@ def examine(call: UnitCall) -> tuple[Any, list[Finding]]:
         # An argument that cannot be taken apart or copied: what a checkpoint cannot do either.
         found, other = [(Kind.REPLAY, _first_line(error))], None
     if (Kind.NOT_EXAMINED, _TOO_LARGE) in found:
-        _make_room()
+        make_meter(device_of(call.module, (call.args, call.kwargs))).make_room()
     output, log = run_plainly(call)
     if log is not None and log.is_read:
         found = [(Kind.BACKWARD, "its own backward runs before the step's")]
@@ -62,12 +62,6 @@ def _unchanged(call: UnitCall) -> Iterator[None]:
     """Puts back what a run changes in the unit, and elsewhere."""
     with preserving(call.module), undone(call):
         yield
-
-
-def _make_room() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _replayed(call: UnitCall) -> _Found:

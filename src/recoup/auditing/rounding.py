@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -11,7 +11,6 @@ from recoup.checkpointing.comparison import is_close
 from recoup.model.preserve import preserving
 from recoup.model.streaming import UnitCall
 from recoup.tensors import tensors_in
-from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["differs_by_rounding"]
 
@@ -39,21 +38,10 @@ def differs_by_rounding(call: UnitCall) -> bool:
 
 
 def _run(call: UnitCall, see: Callable[[Tensor], None]) -> None:
-    args, kwargs, _ = call.fresh()
-
-    def pack(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> None:
         if not (tensor.is_leaf and tensor.requires_grad):
             see(tensor.detach())
-        return tensor.detach()
 
-    push_saved_tensor_hooks(pack, _given_back)
-    try:
-        output: Any = call.fn(*args, **kwargs)
-    finally:
-        pop_saved_tensor_hooks()
+    output = replace(call.again(), holds=True).glance(note)
     for tensor in tensors_in(output):
         see(tensor.detach())
-
-
-def _given_back(tensor: Tensor) -> Tensor:
-    return tensor

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from recoup.checkpointing.fingerprints import on_host
 from recoup.engines.drift import Drift, Results, deterministically, drift_between, list_drifts, too_far
+from recoup.engines.eager import units_by_module
 from recoup.errors import VerificationError
 from recoup.model.cut_graph import gradients_from, seeded
+from recoup.model.preserve import preserving
 from recoup.model.recipe import KEEP, InnerForward, Recipe, run_recipe
-from recoup.model.slices import find_module
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall, Visitor, stream
@@ -46,27 +46,18 @@ def compare_units(step: TrainingStep, plan: ModelPlan) -> Compared:
         VerificationError: something differs; it names unit and parameter.
     """
     recipes = {plan.profile.units[leaf.unit].name: plan.recipe(leaf) for leaf in leaves_of(plan.items)}
-    called = dict.fromkeys(unit.module for unit in plan.profile.units if unit.module is not None)
-    names = {name: find_module(step.model, name) for name in called}
-    units = list(dict.fromkeys(names.values()))
-    inner = {unit.get_submodule(name) for unit in units for name in _inner_names(plan, unit, names)}
-    with (
-        step.plain(),
-        intercepted({module: InnerForward(module) for module in inner}),
-    ):
-        comparer = _Comparer(recipes)
-        stream(step, units, comparer)
-    return comparer.compared
-
-
-def _inner_names(plan: ModelPlan, unit: Any, names: dict[str, Any]) -> set[str]:
-    return {
-        name
-        for profiled in plan.profile.units
-        if profiled.module is not None and names[profiled.module] is unit
-        for recipe in profiled.recipes
+    modules = units_by_module(step.model, plan)
+    inner = {
+        module.get_submodule(name)
+        for module, units in modules.items()
+        for unit in units
+        for recipe in plan.profile.units[unit].recipes
         for name in recipe.inner
     }
+    comparer = _Comparer(recipes)
+    with step.plain(), intercepted({module: InnerForward(module) for module in inner}):
+        stream(step, list(modules), comparer)
+    return comparer.compared
 
 
 class _Comparer(Visitor):
@@ -108,19 +99,14 @@ class _Comparer(Visitor):
 
 def _results(call: UnitCall, recipe: Recipe) -> Results:
     """A unit's outputs and the gradients of its parameters, from the same state each time."""
-    devices = sorted({p.device.index for p in call.module.parameters() if p.device.type == "cuda"})
     named = {name: p for name, p in call.module.named_parameters() if p.requires_grad}
-    buffers = {buffer: buffer.clone() for buffer in call.module.buffers()}
-    args, kwargs, start = call.fresh()
-    with torch.random.fork_rng(devices):
+    with preserving(call.module):
+        args, kwargs, start = call.fresh()
         output = run_recipe(recipe, call.module, call.fn, args, kwargs)
         # Units without parameters have nothing else, and within a segment the next unit starts from it.
         results = {f"output {i}": on_host(t) for i, t in enumerate(needing_gradient(output))}
         seed = seeded(output)
         del output
         gradients = (None,) if seed is None else gradients_from([seed], [start, *named.values()])
-    with torch.no_grad():
-        for buffer, value in buffers.items():
-            buffer.copy_(value)
     found = zip(["its input", *named], gradients, strict=False)
     return results | {f"gradient of {name}": on_host(g) for name, g in found if g is not None}

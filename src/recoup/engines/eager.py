@@ -23,11 +23,10 @@ from recoup.model.stand_in import StandIn, install, installed, uninstall
 from recoup.model.units import Units
 from recoup.planning import Backward
 from recoup.plans.model_plan import ModelPlan
-from recoup.plans.profile import ProfiledUnit
 from recoup.plans.tree import Item, Segment, leaves_of
 from recoup.policies import Policy
 
-__all__ = ["apply", "is_applied", "remove"]
+__all__ = ["apply", "is_applied", "remove", "units_by_module"]
 
 
 class _Engine(Nesting):
@@ -146,7 +145,7 @@ def apply(
     inputs, other autocast, another mode, more forwards before a backward, checkpoints of the model's own, an output
     that is held, gradients that are there when a forward begins.
 
-    With a policy nothing is measured, and no budget is promised. X, counted
+    With a policy nothing is measured, and no budget is promised. It decides about the units that `measure` would find,
     in the order in which the model registers them; what runs between them is kept.
 
     Args:
@@ -176,7 +175,7 @@ def apply(
         modes: dict[nn.Module, bool] = {}
     else:
         _refuse_more(plan, units=units, sample=sample, costs=costs)
-        modules = _check(model, plan)
+        modules = units_by_module(model, plan)
         profile = plan.profile
         recipes = {index: unit.recipes for index, unit in enumerate(profile.units)}
         watch = Watch(
@@ -239,8 +238,12 @@ def _mode(model: nn.Module, unit: nn.Module, conditions: Conditions | None) -> b
     return conditions.training
 
 
-def _check(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:
-    """The plan's units by module."""
+def units_by_module(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:
+    """The indices of a plan's units, by the modules of a model.
+
+    Raises:
+        ApplyError: the plan was made for another model.
+    """
     if type(model).__name__ != plan.profile.model:
         raise ApplyError(
             f"The plan was made for a {plan.profile.model}, and this model is a {type(model).__name__}."
@@ -251,31 +254,19 @@ def _check(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:
     for index, unit in enumerate(plan.profile.units):
         if unit.module is None:
             continue
-        if unit.module not in modules:
-            modules[unit.module] = _find(model, unit.module)
-        _check_inside(modules[unit.module], unit)
-        found.setdefault(modules[unit.module], []).append(index)
-    return found
-
-
-def _find(model: nn.Module, name: str) -> nn.Module:
-    try:
-        return find_module(model, name)
-    except AttributeError:
-        raise ApplyError(
-            f"The plan decides about {name!r}, which this model does not have. Measure and plan this model."
-        ) from None
-
-
-def _check_inside(module: nn.Module, unit: ProfiledUnit) -> None:
-    for name in {name for recipe in unit.recipes for name in recipe.inner}:
+        what = repr(unit.module)
         try:
-            module.get_submodule(name)
+            if unit.module not in modules:
+                modules[unit.module] = find_module(model, unit.module)
+            for name in sorted({name for recipe in unit.recipes for name in recipe.inner}):
+                what = f"{name!r} inside {unit.module!r}"
+                modules[unit.module].get_submodule(name)
         except AttributeError:
             raise ApplyError(
-                f"The plan decides about {name!r} inside {unit.module!r}, which this model does not have. Measure and"
-                " plan this model."
+                f"The plan decides about {what}, which this model does not have. Measure and plan this model."
             ) from None
+        found.setdefault(modules[unit.module], []).append(index)
+    return found
 
 
 def _planned_units(engine: _Engine) -> dict[int, tuple[str, ...]]:
