@@ -10,6 +10,8 @@ from itertools import product
 from hypothesis import strategies as st
 
 from recoup.planning import Action, Backward, Forward, Keep, Link, Option, Problem, Schedule, Unit, simulate
+from recoup.planning.program import Program
+from recoup.planning.solvers.select.levels import Levels
 
 seeds = st.integers(min_value=0, max_value=2**32 - 1)
 
@@ -121,6 +123,24 @@ def brute_force(problem: Problem) -> list[tuple[int, float]]:
 
 def least_seconds(figures: list[tuple[int, float]], budget_bytes: int) -> float:
     return min(seconds for peak_bytes, seconds in figures if peak_bytes <= budget_bytes)
+
+
+def integer_program_s(levels: Levels, budget_bytes: int) -> float:
+    """The best selection's seconds by branch and bound: a binary for every choice, a peak row for every unit."""
+    program, held = Program(), list[tuple[int, float]]()
+    for choices in levels.choices:
+        own = [program.column(cost=choice.seconds) for choice in choices]
+        program.row([(column, 1.0) for column in own], lower=1.0, upper=1.0)
+        needs = [(k, c.need_bytes / budget_bytes) for k, c in zip(own, choices, strict=True)]
+        program.row([*held, *needs], upper=1.0)
+        held += [(k, c.held_bytes / budget_bytes) for k, c in zip(own, choices, strict=True)]
+    solution = program.solve(time_limit_s=10.0)
+    assert solution.values is not None
+    return sum(
+        choice.seconds
+        for choice, value in zip((one for own in levels.choices for one in own), solution.values, strict=True)
+        if value > 0.5
+    )
 
 
 def large_problem(num_units: int, *, num_options: int, seed: int, num_skips: float = 0.2) -> Problem:

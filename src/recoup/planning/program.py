@@ -58,11 +58,6 @@ class Program:
         self._columns: list[int] = []
         self._factors: list[float] = []
 
-    @property
-    def num_nonzeros(self) -> int:
-        """Entries of the constraint matrix."""
-        return len(self._columns)
-
     def column(self, *, cost: float = 0.0, is_binary: bool = True) -> int:
         """Adds a column and returns its number."""
         self._costs.append(cost)
@@ -88,19 +83,25 @@ class Program:
             is_relaxed: let binary columns take every value in [0, 1].
             cutoff: do not look for anything dearer; if nothing is left, the program counts as infeasible.
         """
-        solver: Any = _new_solver()
-        solver.setOptionValue("output_flag", False)
+        solver = self.loaded(is_relaxed=is_relaxed)
         solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
         solver.setOptionValue("mip_rel_gap", 0.0)
         solver.setOptionValue("mip_abs_gap", 1e-7)
-        # "threads" stays unset: HiGHS keeps one pool a process and refuses a second setting.
-        solver.setOptionValue("random_seed", 0)
         if math.isfinite(cutoff):
             solver.setOptionValue("objective_bound", cutoff)
-        solver.passModel(self._model(is_relaxed))
         if solver.run() == highspy.HighsStatus.kError:
             raise RuntimeError("HiGHS refused the program; this is a fault in recoup. Please report it.")
         return _solution_of(solver, is_relaxed)
+
+    def loaded(self, *, is_relaxed: bool) -> Any:
+        """HiGHS with this program, for callers that change bounds or add rows between solves."""
+        make: Any = highspy.Highs
+        solver = make()
+        solver.setOptionValue("output_flag", False)
+        # "threads" stays unset: HiGHS keeps one pool a process and refuses a second setting.
+        solver.setOptionValue("random_seed", 0)
+        solver.passModel(self._model(is_relaxed))
+        return solver
 
     def _model(self, is_relaxed: bool) -> highspy.HighsLp:
         model = highspy.HighsLp()
@@ -118,11 +119,6 @@ class Program:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
             model.integrality_ = [kinds[binary] for binary in self._is_binary]
         return model
-
-
-def _new_solver() -> Any:
-    make: Any = highspy.Highs
-    return make()
 
 
 def _solution_of(solver: Any, is_relaxed: bool) -> Solution:

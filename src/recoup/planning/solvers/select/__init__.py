@@ -1,4 +1,4 @@
-"""One option per unit, skips included: dual prices, labels and integer programs."""
+"""One option per unit, skips included: dual prices and labels."""
 
 from recoup.planning.solvers.select.solver import (
     ONE_OPTION_SCHEDULES,

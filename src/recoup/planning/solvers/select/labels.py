@@ -11,8 +11,8 @@ NOTE [ Labels ]
        their own: neighbours among them are folded into a single step of the same form.
     3. If a selection with at most the target's ticks exists, a label of the first unit finds the best one. If
        none exists, the target is itself a bound. So targets are raised until a selection is found: its ticks
-       are the optimum. Only if more than ``max_labels`` survive is the list thinned (the lowest bounds stay);
-       then what is found is a selection without that proof.
+       are the optimum. Only if more than ``max_labels`` survive is the list thinned (those nearest in bytes to
+       the relaxation's own solution stay); then what is found is a selection without that proof.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class _Walk:
         self.max_labels, self.is_complete = max_labels, True
         budget_bytes = prices.budget_bytes
         self.ceilings = (budget_bytes - prices.least_before).tolist()
+        self.likely_bytes = prices.likely_bytes
         self.rooms = (budget_bytes - levels.most_before).tolist()
         # Rule 2 as slope * m + t <= limit. Rounding must not drop the optimum itself.
         total = float(prices.per_byte.sum()) * budget_bytes
@@ -143,9 +144,10 @@ class _Walk:
         kept = kept[max(int(free_bytes[kept].searchsorted(self.rooms[unit], side="right")) - 1, 0) :]
         if len(kept) > self.max_labels:
             self.is_complete = False
-            best = scores[kept].argsort(kind="stable")[: self.max_labels]
-            best.sort()
-            kept = kept[best]
+            distance = np.abs(free_bytes[kept] - self.likely_bytes[unit])
+            nearest = distance.argsort(kind="stable")[: self.max_labels]
+            nearest.sort()
+            kept = kept[nearest]
         return _Stage(*(column[kept] for column in labels))
 
 

@@ -2,17 +2,10 @@
 
 The class: all forwards in order, then all backwards, each unit under one option; a unit may also keep only
 its input and run its forward again right before its own backward, unless it ``runs_once``. In that class the
-whole peak constraint is one row per unit (NOTE [ One constraint per unit ] in ``select_levels``), and
-choosing is an integer program: a multiple-choice knapsack whose room shrinks along the chain. Three ways to
-solve it, all exact:
-
-1. *Labels* (the rule). HiGHS solves the relaxation with rows on demand and equal units together
-   (``select_prices``); its prices bound every partial selection so well that few are left, and those are
-   enumerated (``select_labels``). 200 units with six options take milliseconds.
-2. *Counts* (long runs of equal units, where labels are many for want of differences): the integer program on
-   HiGHS with a count per choice instead of a binary per unit (``select_program``).
-3. *Branch and bound* on the same program, started from the best labels, where these had to be thinned and
-   left a gap above 0.01 %.
+whole peak constraint is one row per unit (NOTE [ One constraint per unit ] in ``levels``), and choosing is an
+integer program: a multiple-choice knapsack whose room shrinks along the chain. HiGHS solves its relaxation with
+rows on demand (``prices``); the prices bound every partial selection so well that few are left, and those are
+enumerated (``labels``). 200 units with six options take milliseconds.
 
 Sinha & Zoltners, The multiple-choice knapsack problem (Operations Research, 1979); Pisinger, A minimal
 algorithm for the multiple-choice knapsack problem (EJOR, 1995) for bounded labels; the choice per block
