@@ -305,7 +305,26 @@ class SegmentPolicy(Policy):
 
 
 @dataclass(frozen=True)
-class UniformSegments(SegmentPolicy):
+class _CountedSegments(SegmentPolicy):
+    """Divides the units into a number of segments."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        whole_number(f"{type(self).__name__}: count must be", self.count, PolicyError)
+
+    def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
+        if not 0 < self.count <= num_units:
+            return ()
+        return _between(self._starts(num_units, costs), num_units)
+
+    @abstractmethod
+    def _starts(self, num_units: int, costs: tuple[float, ...]) -> list[int]:
+        """The first unit of each segment, where there are at least as many units as segments."""
+
+
+@dataclass(frozen=True)
+class UniformSegments(_CountedSegments):
     """Divides the units into ``count`` segments of equally many units; the last takes the remainder.
 
     Zero segments, or more than there are units, give no segments: everything is held.
@@ -314,21 +333,13 @@ class UniformSegments(SegmentPolicy):
     ((0, 4), (5, 9))
     """
 
-    count: int
-
-    def __post_init__(self) -> None:
-        whole_number("UniformSegments: count must be", self.count, PolicyError)
-
-    def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
-        if not 0 < self.count <= num_units:
-            return ()
+    def _starts(self, num_units: int, costs: tuple[float, ...]) -> list[int]:
         size = num_units // self.count
-        starts = [size * index for index in range(self.count)]
-        return _between(starts, num_units)
+        return [size * index for index in range(self.count)]
 
 
 @dataclass(frozen=True)
-class BalancedSegments(SegmentPolicy):
+class BalancedSegments(_CountedSegments):
     """Divides the units into ``count`` segments so that the costliest one costs as little as possible.
 
     The optimum is exact: costs are compared as rational numbers, so no rounding of sums decides. Zero
@@ -338,15 +349,9 @@ class BalancedSegments(SegmentPolicy):
     ((0, 3), (4, 4))
     """
 
-    count: int
     needs_costs: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        whole_number("BalancedSegments: count must be", self.count, PolicyError)
-
-    def _segments(self, num_units: int, costs: tuple[float, ...]) -> Bounds:
-        if not 0 < self.count <= num_units:
-            return ()
+    def _starts(self, num_units: int, costs: tuple[float, ...]) -> list[int]:
         weights = _whole_weights(costs)
         low, high = max(weights), sum(weights)
         while low < high:
@@ -355,7 +360,7 @@ class BalancedSegments(SegmentPolicy):
                 high = middle
             else:
                 low = middle + 1
-        return _between(_fill(weights, low, self.count), num_units)
+        return _fill(weights, low, self.count)
 
 
 @dataclass(frozen=True)

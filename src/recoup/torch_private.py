@@ -11,75 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._subclasses.fake_tensor
+import torch.fx
+import torch.utils._device
+import torch.utils._python_dispatch
+import torch.utils._pytree
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.fx import _symbolic_trace
-from torch.nn.modules.conv import _ConvNd as ConvNd
-from torch.optim.optimizer import _foreach_supported_types as foreach_supported_types
-from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.overrides import _pop_mode as pop_function_mode
-from torch.overrides import _push_mode as push_function_mode
-from torch.utils import _device as default_device
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._pytree import tree_iter, tree_map_only
-
-__all__ = [
-    "ATTRIBUTES",
-    "ConvNd",
-    "DataDependentOutputException",
-    "DeviceContext",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "UnsupportedOperatorException",
-    "WithoutDispatch",
-    "WithoutTransforms",
-    "current_autograd_node",
-    "current_graph_task",
-    "current_transform",
-    "default_device",
-    "efficient_attention",
-    "flash_attention",
-    "foreach_supported_types",
-    "function_modes",
-    "get_cudnn_benchmark",
-    "get_cudnn_deterministic",
-    "get_deterministic",
-    "get_deterministic_warn_only",
-    "is_any_autocast_enabled",
-    "is_fx_tracing",
-    "is_jit_tracing",
-    "is_traceable_wrapper_subclass",
-    "keep_device_busy",
-    "local_scalar",
-    "math_attention",
-    "num_dispatch_modes",
-    "num_function_modes",
-    "num_storage_owners",
-    "num_tensor_owners",
-    "pop_function_mode",
-    "pop_saved_tensor_hooks",
-    "push_function_mode",
-    "push_saved_tensor_hooks",
-    "queue_callback",
-    "set_cudnn_benchmark",
-    "set_cudnn_deterministic",
-    "set_grad_enabled",
-    "top_saved_tensor_hooks",
-    "transform_level",
-    "tree_iter",
-    "tree_map_only",
-    "without_modes",
-]
+from torch.optim.optimizer import _foreach_supported_types
 
 # Autograd. The context managers torch.autograd.graph.saved_tensors_hooks and torch.set_grad_enabled cost four times as
 # much as what they call, in every call of the primitive; nothing public reads the hooks that are in force.
@@ -97,7 +35,7 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 # Who runs the code: tracers and the transforms of torch.func, inside which nothing can be replayed.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 # Without this name nothing is taken for traced by torch.fx.
-is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", lambda: False)
+is_fx_tracing: Callable[[], bool] = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)
 current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 transform_level: Callable[[Tensor], int] = torch._C._functorch.maybe_get_level
 
@@ -106,6 +44,31 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 WithoutDispatch = torch._C._DisableTorchDispatch
 WithoutTransforms = torch._C._DisableFuncTorch
+without_modes = torch.utils._python_dispatch._disable_current_modes
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+# The function modes of a forward stand around its replay too; a default device is one of them, and a global beside.
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode
+push_function_mode: Callable[[Any], None] = torch.overrides._push_mode
+default_device = torch.utils._device
+DeviceContext = torch.utils._device.DeviceContext
+
+# Steps without memory: tensors that only have a shape, and what refuses to run on them.
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
+DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
+UnsupportedOperatorException = torch._subclasses.fake_tensor.UnsupportedOperatorException
+# Types that optimizers handle many at a time: fake tensors have to be among them.
+foreach_supported_types = _foreach_supported_types
+
+# Sharded tensors wrap plain ones. Arguments of an operation are nested, as a dispatch mode gets them.
+is_traceable_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+tree_iter = torch.utils._pytree.tree_iter
+tree_map_only = torch.utils._pytree.tree_map_only
+# All convolutions: on the CPU their kernels allocate workspace that nobody counts.
+ConvNd = torch.nn.modules.conv._ConvNd
 
 # Settings that a replay must find as its forward did. Properties of torch.backends cost ten times as much.
 get_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms

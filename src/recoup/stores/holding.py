@@ -40,15 +40,8 @@ class Held:
         """The bytes of the parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def copy(self) -> Any:
-        """Gives the array back; what is held stays untouched."""
-        return self._given_back(must_copy=True)
-
-    def release(self) -> Any:
-        """Gives the array back without a copy where possible, for a holder that forgets it."""
-        return self._given_back(must_copy=False)
-
-    def _given_back(self, *, must_copy: bool) -> Any:
+    def give_back(self, *, must_copy: bool) -> Any:
+        """The array as it came; without a copy where possible for a holder that forgets it."""
         if self.codec is not None and self.like is not None:
             # Moved before unpacking: the packed parts are the smaller thing to move.
             moved = tuple(part.to(self.device or part.device) for part in self.parts)

@@ -130,7 +130,7 @@ class ActivationStore:
             entry = self._find(unit, order)
             self._clock += 1
             entry.last_used = self._clock
-        return entry.held.copy()
+        return entry.held.give_back(must_copy=True)
 
     def take(self, unit: int) -> Any:
         """Gives what is held for a unit and forgets it.
@@ -142,7 +142,7 @@ class ActivationStore:
         with self._lock:
             entry = self._find(unit, None)
             self._forget(entry, "it was taken. Use get() to read it more than once")
-        return entry.held.release()
+        return entry.held.give_back(must_copy=False)
 
     def drop(self, unit: int, num_bytes: int) -> None:
         """Counts an activation that is deliberately not stored as saved; what was held for the unit goes.
