@@ -1,12 +1,12 @@
-"""Models of the transformers library in small random configurations; nothing is downloaded."""
+"""Models of the transformers library in small random configurations; none without it, and nothing is downloaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-import transformers
 from made_up.parts import Subject
 
 __all__ = ["LIBRARY"]
@@ -145,6 +145,8 @@ def _of(
     name: str, config: str, sample: Callable[[int], Any], figures: dict[str, Any]
 ) -> Callable[[int], Subject]:
     def make(scale: int) -> Subject:
+        import transformers
+
         model = getattr(transformers, name)(getattr(transformers, config)(**figures))
         return Subject(model.train(), sample(scale))
 
@@ -175,4 +177,5 @@ LIBRARY: dict[str, Callable[[int], Subject]] = {
         ("WhisperForConditionalGeneration", "WhisperConfig", heard, WHISPER),
         ("Wav2Vec2ForCTC", "Wav2Vec2Config", spoken, WAV2VEC2),
     )
+    if find_spec("transformers") is not None
 }

@@ -19,7 +19,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -281,12 +284,16 @@ def fill(row: Row, subject: Subject, *, truth: str, num_random: int) -> None:
     row.random_plans = [planned(subject, plan, None, truth) for plan in random_plans(profile, num_random)]
 
 
-def look_at(name: str, kind: str, create: Create, *, device: str, truth: str, num_random: int) -> Row:
-    """One row of the table."""
+def look_at(row: Row, *, device: str, truth: str, num_random: int) -> Row:
+    """Fills one row of the table."""
+    warnings.filterwarnings("ignore")
+    if device == "cpu":
+        torch.set_num_threads(1)
+    gc.collect()
     start_s = time.perf_counter()
-    row = Row(name, kind)
     try:
-        fill(row, make(create, device), truth=truth, num_random=num_random)
+        subject = make(KINDS[row.kind][row.name], device)
+        fill(row, subject, truth=truth, num_random=num_random)
     except Exception as error:  # a model that fails is a line of the table
         row.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         traceback.print_exc()
@@ -368,15 +375,25 @@ def report(rows: list[Row], device: str, truth: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def chosen(only: list[str] | None, quick: bool) -> list[tuple[str, str, Create]]:
+def chosen(only: list[str] | None, quick: bool) -> list[Row]:
     """The models to look at."""
-    found = [(name, kind, create) for kind, models in KINDS.items() for name, create in models.items()]
+    found = [Row(name, kind) for kind, models in KINDS.items() for name in models]
     if only is not None:
-        unknown = set(only) - {*KINDS, *(name for name, _, _ in found)}
+        unknown = set(only) - {*KINDS, *(row.name for row in found)}
         if unknown:
             raise SystemExit(f"no such model or kind: {', '.join(sorted(unknown))}")
-        found = [entry for entry in found if entry[0] in only or entry[1] in only]
+        found = [row for row in found if row.name in only or row.kind in only]
     return found[::5] if quick else found
+
+
+def filled(rows: list[Row], num_jobs: int, **options: Any) -> Iterator[Row]:
+    """Rows as they are finished, in their order; each process has one thread."""
+    look = partial(look_at, **options)
+    if num_jobs == 1:
+        yield from map(look, rows)
+        return
+    with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
+        yield from pool.map(look, rows)
 
 
 def main() -> None:
@@ -386,21 +403,17 @@ def main() -> None:
     parser.add_argument("--truth", default="tracker", choices=("tracker", "allocator"), help="on a CPU")
     parser.add_argument("--only", nargs="*", help="models, or kinds of them")
     parser.add_argument("--quick", action="store_true", help="every fifth model")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; bytes do not depend on them")
     parser.add_argument("--random", type=int, default=0, metavar="NUM", help="random plans of each model")
     parser.add_argument("--output", type=Path, default=ROOT / "results")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    if options.device == "cpu":
-        torch.set_num_threads(1)
     truth = "cuda" if options.device == "cuda" else options.truth
     print("\n".join(HEADER))
     rows = []
-    for name, kind, create in chosen(options.only, options.quick):
-        rows.append(
-            look_at(name, kind, create, device=options.device, truth=truth, num_random=options.random)
-        )
-        print(line(rows[-1]), flush=True)
-        gc.collect()
+    todo = chosen(options.only, options.quick)
+    for row in filled(todo, options.jobs, device=options.device, truth=truth, num_random=options.random):
+        rows.append(row)
+        print(line(row), flush=True)
     print("\n".join(summary(rows)))
     path = options.output / f"predictions_{hardware(options.device)}_{datetime.date.today():%Y%m}.md"
     path.write_text(report(rows, options.device, truth), encoding="utf-8")
