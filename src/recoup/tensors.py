@@ -20,6 +20,7 @@ __all__ = [
     "argument_paths",
     "contents",
     "each_tensor",
+    "graph_nodes",
     "make_tuple",
     "map_tensors",
     "named_outputs",
@@ -270,6 +271,17 @@ def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
     else:
         parts = [("the output", output)]
     return [(name, tensor) for name, value in parts for tensor in tensors_in(value)]
+
+
+def graph_nodes(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of the graph behind a tensor."""
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [below for below, _ in node.next_functions]
 
 
 def storages_of(tree: Any) -> dict[int, int]:

@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
 
 from recoup.checkpointing.mismatch import describe_function
 from recoup.checkpointing.segment import Segment
 from recoup.errors import NothingToCheckpointError
+from recoup.tensors import needing_gradient
 from recoup.torch_private import current_transform
 
 __all__ = ["Checkpoint", "checkpoint", "not_callable", "run_traced", "torch_checkpoint"]
@@ -154,7 +154,7 @@ def _run(
         return fn(*args, **kwargs)
     segment = Segment(options)
     output = segment.run(fn, args, kwargs, contexts=(None, None) if context_fn is None else context_fn())
-    if segment.is_idle() and not _needs_grad(output):
+    if segment.is_idle() and not needing_gradient((output, getattr(output, "__dict__", None))):
         raise NothingToCheckpointError(
             f"{describe_function(fn)} was given no tensor and its result needs no gradient: there is nothing to"
             " checkpoint. Pass its inputs as arguments, or call it directly."
@@ -185,15 +185,3 @@ def not_callable(fn: Any) -> TypeError:
     return TypeError(
         f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got a {type(fn).__name__} as function."
     )
-
-
-def _needs_grad(output: Any, depth: int = 3) -> bool:
-    if isinstance(output, Tensor):
-        return output.requires_grad
-    if depth == 0:
-        return False
-    if isinstance(output, dict):
-        return any(_needs_grad(value, depth - 1) for value in output.values())
-    if isinstance(output, (list, tuple)):
-        return any(_needs_grad(value, depth - 1) for value in output)
-    return any(_needs_grad(value, depth - 1) for value in getattr(output, "__dict__", {}).values())

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from recoup.tensors import graph_nodes
+
 if TYPE_CHECKING:
     from recoup.checkpointing.segment import Segment
 
@@ -43,22 +45,12 @@ def describe(tensor: Tensor) -> str:
     found: list[Segment] = []
     SEEKING.active = True
     try:
-        for node in _nodes(tensor):
+        for node in graph_nodes(tensor):
             found += _segments(node)
     finally:
         SEEKING.active = False
     segments = {id(segment): segment for segment in found}.values()
     return "\n".join(map(repr, segments)) or "no checkpointed call"
-
-
-def _nodes(tensor: Tensor) -> Iterator[Any]:
-    stack, seen = [tensor.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            stack.extend(parent for parent, _ in node.next_functions)
 
 
 def _segments(node: Any) -> Iterator[Segment]:

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import deque
 from contextlib import suppress
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Generator, Tensor
@@ -116,7 +116,7 @@ class Reach:
             for name, value in fn.__kwdefaults__.items():
                 self._find(name, value)
         known = fn.__globals__
-        for name in _names(code):
+        for name in global_names(code):
             if name not in known:
                 continue
             value = known[name]
@@ -194,8 +194,3 @@ def _wrapped(value: Any) -> Any:
     if "__wrapped__" in getattr(value, "__dict__", ()) or hasattr(type(value), "__wrapped__"):
         return getattr(value, "__wrapped__", None)
     return None
-
-
-@functools.lru_cache(10_000)
-def _names(code: CodeType) -> tuple[str, ...]:
-    return tuple(sorted(global_names(code)))

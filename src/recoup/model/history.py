@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from recoup.errors import SampleError
 from recoup.model.cut_graph import anchored
+from recoup.tensors import graph_nodes
 
 __all__ = ["has_graph_to_free", "hide_graphs"]
 
@@ -25,17 +26,9 @@ def has_graph_to_free(tensor: Tensor) -> bool:
     >>> has_graph_to_free(weight.t()), has_graph_to_free(weight.exp())
     (False, True)
     """
-    waiting, seen = [tensor.grad_fn], set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        # By name: to read them would run hooks of whoever holds them.
-        if any(name.startswith("_raw_saved") for name in dir(type(node))):
-            return True
-        seen.add(node)
-        waiting += [below for below, _ in node.next_functions]
-    return False
+    # By name: to read them would run hooks of whoever holds them.
+    names = (name for node in graph_nodes(tensor) for name in dir(type(node)))
+    return any(name.startswith("_raw_saved") for name in names)
 
 
 def hide_graphs(models: Iterable[nn.Module]) -> None:

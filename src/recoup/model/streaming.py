@@ -28,7 +28,7 @@ from recoup.model.slices import sliced, unit_names
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.tracing import is_in_torch_checkpoint
-from recoup.tensors import needing_gradient
+from recoup.tensors import graph_nodes, needing_gradient
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["LeakError", "UnitCall", "Visitor", "stream"]
@@ -241,16 +241,8 @@ class _Stream:
 
     def _reaches_model(self, loss: Tensor) -> bool:
         """Whether a loss depends on a unit's output, or on a parameter of the model."""
-        waiting, seen = [loss.grad_fn], set()
-        while waiting:
-            node: Any = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if _Mark in node.metadata or id(getattr(node, "variable", None)) in self.trained:
-                return True
-            waiting += [below for below, _ in node.next_functions]
-        return False
+        nodes = graph_nodes(loss)
+        return any(_Mark in n.metadata or id(getattr(n, "variable", None)) in self.trained for n in nodes)
 
 
 class Streamed(NamedTuple):

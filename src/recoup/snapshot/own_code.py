@@ -6,12 +6,11 @@ import dis
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
 from functools import lru_cache
 from os import sep
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
-from typing import Any, TypeVar, cast
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -42,11 +41,6 @@ _MACHINERY = re.compile(
     rf"{__name__.partition('.')[0]}|_io|_thread|asyncio|concurrent|ctypes|inspect|io|logging|multiprocessing|queue|re"
     r"|selectors|socket|subprocess|threading|typing|unittest|weakref"
 )
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _remembered(fn: _F) -> _F:
-    return cast(_F, lru_cache(10_000)(fn))
 
 
 UNBOUND = object()
@@ -92,27 +86,24 @@ def is_own(cls: type) -> bool:
     """Whether the user wrote a class, or it has no attributes but those that the user gives it."""
     known = _own.get(cls)
     if known is None:
-        known = _own[cls] = _is_own(cls)
+        is_bare = cls.__name__ in ("SimpleNamespace", "Namespace")
+        known = _own[cls] = is_bare or not is_library(file_of(cls))
     return known
 
 
-def _is_own(cls: type) -> bool:
-    return cls.__name__ in ("SimpleNamespace", "Namespace") or not is_library(file_of(cls))
-
-
-@_remembered
-def global_names(code: CodeType) -> frozenset[str]:
-    """The globals that a function's code, and that of functions inside it, reads or binds."""
+@lru_cache(10_000)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """The globals that a function's code, and that of functions inside it, reads or binds, sorted."""
     names = {
         instruction.argval
         for instruction in dis.get_instructions(code)
         if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME", "STORE_NAME")
     }
     inner = (global_names(const) for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(names).union(*inner)
+    return tuple(sorted(names.union(*inner)))
 
 
-@_remembered
+@lru_cache(10_000)
 def attribute_names(code: CodeType) -> frozenset[str]:
     """The attributes that a function's code, and that of functions inside it, reads."""
     inner = (attribute_names(const) for const in code.co_consts if isinstance(const, CodeType))

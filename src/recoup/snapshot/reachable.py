@@ -208,7 +208,7 @@ class Reached:
             self._names.add(name)
             self._waiting.extend(self._unread.pop(name, ()))
         known = fn.__globals__
-        for name in sorted(global_names(fn.__code__)):
+        for name in global_names(fn.__code__):
             self._places.append((name, GlobalName(known, name)))
             if name in known:
                 self._queue([(name, known[name])], is_own)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recoup.snapshot.tensors import HeldStorage
-from recoup.tensors import storages
+from recoup.tensors import each_tensor, storages
 from recoup.torch_private import TorchDispatchMode
 
 __all__ = ["Writes"]
@@ -97,11 +97,9 @@ class _CopyOnWrite(TorchDispatchMode):
             for tensor in _written(func, args, kwargs):
                 for storage in storages(tensor):
                     self._hold(storage)
-        given = {
-            storage._cdata for tensor in _tensors((args, *kwargs.values())) for storage in storages(tensor)
-        }
+        given = {storage._cdata for tensor in each_tensor((args, kwargs)) for storage in storages(tensor)}
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in each_tensor(result):
             self._fresh.update(storage for storage in storages(tensor) if storage._cdata not in given)
         return result
 
@@ -116,12 +114,4 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from _tensors((value,))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
+            yield from each_tensor(value)
