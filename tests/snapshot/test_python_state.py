@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from recoup.model.preserve import preserving
-from recoup.snapshot.python_state import Notes
+from recoup.snapshot.places import Snapshot
+from recoup.snapshot.reachable import Reached
+
+
+def snapshot_of(name: str, value: object) -> Snapshot:
+    return Reached([(name, value)], follows_code=False).snapshot()
 
 
 @pytest.mark.parametrize(
@@ -26,8 +31,7 @@ from recoup.snapshot.python_state import Notes
 )
 def test_what_changes_is_noticed_and_put_back(value: object, change: object) -> None:
     text = repr(value)
-    notes = Notes()
-    notes.add_object("value", value)
+    notes = snapshot_of("value", value)
     assert notes.changed() == []
     change(value)  # type: ignore[operator]
     assert len(notes.changed()) == 1
@@ -38,16 +42,14 @@ def test_what_changes_is_noticed_and_put_back(value: object, change: object) -> 
 
 def test_tensors_are_noticed_by_version() -> None:
     tensor = torch.zeros(2)
-    notes = Notes()
-    notes.add_object("cache", {"x": tensor})
+    notes = snapshot_of("cache", {"x": tensor})
     tensor += 1
     assert notes.changed() == ["cache['x']"]
 
 
 def test_generators_draw_again_what_they_drew() -> None:
     generator = torch.Generator().manual_seed(3)
-    notes = Notes()
-    notes.add_object("generator", generator)
+    notes = snapshot_of("generator", generator)
     first = torch.rand(3, generator=generator)
     notes.put_back()
     assert torch.equal(torch.rand(3, generator=generator), first)
@@ -56,8 +58,7 @@ def test_generators_draw_again_what_they_drew() -> None:
 def test_objects_that_hold_each_other() -> None:
     first, second = SimpleNamespace(), SimpleNamespace()
     first.other, second.other = second, first
-    notes = Notes()
-    notes.add_object("first", first)
+    notes = snapshot_of("first", first)
     second.n = 1
     assert notes.changed() == ["first.other"]
 

@@ -17,7 +17,8 @@ from recoup.errors import NothingToCheckpointError, ReplayMismatchError
 from recoup.model.cut_graph import gradients_from, seeded
 from recoup.model.named_arguments import named_objects, named_tensors
 from recoup.model.streaming import UnitCall
-from recoup.snapshot.python_state import Notes
+from recoup.snapshot.places import Snapshot
+from recoup.snapshot.reachable import Reached
 from recoup.tensors import tensors_in, version_of
 from recoup.torch_private import current_autograd_node
 
@@ -157,11 +158,9 @@ def _try_replay(call: UnitCall, trial: Trial) -> None:
         raise
 
 
-def _noted(objects: list[tuple[str, Any]]) -> Notes:
-    notes = Notes()
-    for name, value in objects:
-        notes.add_object(f"{name} ({type(value).__name__})", value)
-    return notes
+def _noted(objects: list[tuple[str, Any]]) -> Snapshot:
+    named = [(f"{name} ({type(value).__name__})", value) for name, value in objects]
+    return Reached(named, follows_code=False, deepest=4).snapshot()
 
 
 def _foreign_states() -> dict[str, Any]:

@@ -16,7 +16,6 @@ from recoup.model.history import hide_graphs
 from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.snapshot.accessors import setting, tensor_data
 from recoup.snapshot.places import Snapshot
-from recoup.snapshot.python_state import Notes
 from recoup.snapshot.random_state import held_random_state
 from recoup.snapshot.reachable import Reached
 from recoup.snapshot.tensors import HeldValues, held_gradient
@@ -26,6 +25,7 @@ from recoup.torch_private import set_grad_enabled
 
 __all__ = ["gradient_owners", "preserving"]
 
+_DEEPEST = 4
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -57,7 +57,7 @@ def preserving(
         optimizer: the optimizer that the block may step, or several.
         everything: also put back the values of the parameters and all that the optimizer holds. Their copies wait
             in host memory, never on the device.
-        reached: what else the block's code can reach, whose Python state and gradients are put back, too.
+        reached: the model and what else the block's code can reach; Python state and gradients are put back.
         writes: what else its code writes to, as far as that is known.
 
     >>> model = nn.BatchNorm1d(2)
@@ -66,7 +66,7 @@ def preserving(
     >>> model.running_mean, model.weight.grad
     (tensor([0., 0.]), None)
     """
-    reached = Reached(()) if reached is None else reached
+    reached = Reached((), known=model, follows_code=False, deepest=_DEEPEST) if reached is None else reached
     models = [model, *reached.modules]
     optimizers = list(dict.fromkeys([*read_optimizers(optimizer), *reached.optimizers]))
     groups = [group["params"] for stepped in optimizers for group in stepped.param_groups]
@@ -76,12 +76,10 @@ def preserving(
     with ExitStack() as exits:
         exits.enter_context(sampling("never"))
         exits.callback(held_random_state())
-        notes = Notes()
+        settings = Snapshot()
         for read, write in _SETTINGS:
-            notes.add(setting(read, write))
-        for one in models:
-            notes.add_modules(one)
-        exits.callback(notes.put_back)
+            settings.add(setting(read, write))
+        exits.callback(settings.put_back)
         exits.callback(reached.hold())
         for parameter in parameters:
             exits.callback(held_gradient(parameter))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +14,12 @@ from torch import Tensor, nn
 
 from recoup.model.named_arguments import named_objects
 from recoup.model.streaming import UnitCall
-from recoup.snapshot.python_state import Notes
 from recoup.snapshot.random_state import held_random_state
+from recoup.snapshot.reachable import Reached
 
 __all__ = ["made_attributes", "undone"]
+
+_DEEPEST = 4
 
 
 def _with_history(unit: nn.Module) -> list[tuple[dict[str, Any], str]]:
@@ -54,16 +58,24 @@ def undone(call: UnitCall) -> Iterator[UnitCall]:
     Inside, tensors that hooks have made for the unit's attributes, as pruning does with weights, begin a history of
     their own, as its arguments do: `made_attributes`.
     """
-    notes = Notes()
-    notes.add_modules(call.module)
-    notes.add_module_hooks(call.module)
-    notes.add_context()
-    for name, value in named_objects(call):
-        notes.add_object(name, value)
+    containers = [
+        (variable.name, value)
+        for variable, value in copy_context().items()
+        if isinstance(value, (list, dict, set, deque))
+    ]
+    hooks = [
+        (f"a hook of {name}", hook)
+        for name, module in call.module.named_modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    ]
+    objects = [*named_objects(call), *containers]
+    given = Reached(objects, known=call.module, follows_code=False, deepest=_DEEPEST)
+    put_back_given, put_back_filled = given.hold(), Reached(hooks, deepest=_DEEPEST).hold()
     put_back_random_state = held_random_state()
 
     def reset() -> None:
-        notes.put_back()
+        put_back_given()
+        put_back_filled()
         for attributes, name in _with_history(call.module):
             attributes[name] = attributes[name].detach().requires_grad_()
 
@@ -72,4 +84,5 @@ def undone(call: UnitCall) -> Iterator[UnitCall]:
         yield replace(call, reset=reset)
     finally:
         put_back_random_state()
-        notes.put_back()
+        put_back_given()
+        put_back_filled()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recoup.snapshot.own_code import UNBOUND, slots_of
 from recoup.snapshot.places import Accessor
-from recoup.tensors import storages
+from recoup.tensors import storages, version_of
 
 __all__ = ["class_attributes", "random_generator", "setting", "slot_values", "small_array", "tensor_data"]
 
@@ -33,13 +33,16 @@ def setting(read: Callable[[], Any], write: Callable[[Any], Any]) -> Accessor:
 
 
 def tensor_data(tensor: Tensor) -> Accessor:
-    """A tensor's storage, which ``tensor.data = …`` replaces."""
+    """A tensor's storage, which ``tensor.data = …`` replaces, and its version, which tells whether values changed."""
 
-    def write(then: Tensor) -> None:
-        if [one._cdata for one in storages(tensor.data)] != [one._cdata for one in storages(then)]:
-            tensor.data = then
+    def write(then: tuple[Tensor, int]) -> None:
+        if [one._cdata for one in storages(tensor.data)] != [one._cdata for one in storages(then[0])]:
+            tensor.data = then[0]
 
-    return Accessor(lambda: tensor.data, write)
+    def holds(then: tuple[Tensor, int]) -> bool:
+        return version_of(tensor) == then[1]
+
+    return Accessor(lambda: (tensor.data, version_of(tensor)), write, holds)
 
 
 def random_generator(value: Any) -> Accessor | None:

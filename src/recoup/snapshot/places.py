@@ -29,10 +29,12 @@ class GlobalName(NamedTuple):
 
 
 class Accessor(NamedTuple):
-    """A place as two functions."""
+    """A place as functions."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
+    holds: Callable[[Any], bool] = lambda then: True
+    """Whether it still holds what was read, as far as that is told."""
 
 
 def look(place: Any) -> Any:
@@ -49,7 +51,9 @@ def look(place: Any) -> Any:
 
 
 def holds(place: Any, wanted: Any) -> bool:
-    """Whether a container or variable holds exactly what is wanted."""
+    """Whether a place holds exactly what is wanted."""
+    if isinstance(place, Accessor):
+        return place.holds(wanted)
     if isinstance(place, (CellType, GlobalName)):
         return look(place) is wanted
     if len(place) != len(wanted) or any(map(is_not, place, wanted)):
@@ -129,9 +133,10 @@ class Snapshot:
         self._restores.append(hold_hooks(list(tensors)))
 
     def changed(self) -> list[str]:
-        """The names of the containers that have other items: not the same objects, nor equal numbers or texts."""
-        held = ((name, place, then) for name, place, then in self._held if not isinstance(place, Accessor))
-        return [name for name, place, then in held if not (holds(place, then) or _is_equal(place, then))]
+        """The names of places that hold something else: not the same objects, nor equal numbers or texts."""
+        return [
+            name for name, place, then in self._held if not (holds(place, then) or _is_equal(place, then))
+        ]
 
     def put_back(self) -> None:
         """Makes every place hold what it held; one that fails does not keep the others from it."""
@@ -152,7 +157,9 @@ def _is_equal(place: Any, then: Any) -> bool:
         return place == set(then)
     if isinstance(place, dict):
         return _is_equal(list(place), list(then)) and _is_equal(list(place.values()), list(then.values()))
-    return len(place) == len(then) and all(map(_is_same, place, then))
+    if isinstance(place, (list, deque)):
+        return len(place) == len(then) and all(map(_is_same, place, then))
+    return not isinstance(place, Accessor) and _is_same(look(place), then)
 
 
 def _is_same(now: Any, then: Any) -> bool:

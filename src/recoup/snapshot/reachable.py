@@ -12,6 +12,7 @@ NOTE [ What a step can reach ]
     4. Attributes that no code reads by name are visited last: their state is held, too, but what they are does not
        matter.
     5. Containers with very many items are held, and not looked into.
+    6. Without following code, only objects, containers and the known model's modules are looked into.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
+from sys import maxsize
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,6 +35,7 @@ from torch.optim import Optimizer
 from recoup.snapshot.accessors import (
     class_attributes,
     random_generator,
+    setting,
     slot_values,
     small_array,
     tensor_data,
@@ -57,6 +61,8 @@ _LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.devic
 _FRAMEWORKS = re.compile(
     r"builtins|functools|torch\w*|transformers|accelerate|\w*lightning\w*|peft|trl|timm|deepspeed"
 )
+# What leads on to code, and with it anywhere.
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, nn.Module)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _BEFORE = ("__init__", "__new__", "__post_init__")
@@ -77,7 +83,9 @@ class Reached:
 
     Args:
         roots: functions and objects, with the names that errors give them.
-        known: a model that is taken care of otherwise: only what its attributes and its code lead to counts.
+        known: a model that counts as reached, and not among the other models.
+        follows_code: whether functions, classes and Python modules lead on.
+        deepest: how many steps to go from a root, or from an attribute of the known model.
 
     Attributes:
         modules: other models, and other modules outside any of them.
@@ -96,7 +104,14 @@ class Reached:
     []
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]], known: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        known: nn.Module | None = None,
+        *,
+        follows_code: bool = True,
+        deepest: int = maxsize,
+    ) -> None:
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.leaves: list[Tensor] = []
@@ -104,38 +119,50 @@ class Reached:
         self.compiled: list[str] = []
         # Names that the user's code reads, and what waits for them to be read.
         self._names = {"forward"}
-        self._unread: dict[str, list[tuple[str, Any, bool]]] = {}
+        self._unread: dict[str, list[tuple[str, Any, bool, int]]] = {}
         self._places: list[tuple[str, Any]] = []
         self._with_hooks: list[Tensor] = []
         self._seen: dict[int, Any] = {}
-        self._waiting = deque((name, root, True) for name, root in roots)
-        self._own_packages = {_root_package(root) for _, root, _ in self._waiting} - {""}
+        self._follows_code, self._deepest, self._depth = follows_code, deepest, 0
+        roots = list(roots)
+        self._waiting: deque[tuple[str, Any, bool, int]] = deque()
+        self._queue(roots, follows_code)
+        self._own_packages = {_root_package(root) for _, root in roots} - {""}
         self._is_rest = False
         if known is not None:
-            self._visit_modules("model", known)
+            self._visit_modules("model", known.named_modules())
         self._visit_waiting()
         self.used_modules = tuple(self.modules)
         self._is_rest = True
-        self._waiting.extend((*item[:2], False) for items in self._unread.values() for item in items)
+        self._waiting.extend(
+            (name, item, False, at) for items in self._unread.values() for name, item, _, at in items
+        )
         self._visit_waiting()
 
     def hold(self) -> Callable[[], None]:
         """Notes the Python state of all that was reached; returns what puts it back."""
+        return self.snapshot().put_back
+
+    def snapshot(self) -> Snapshot:
+        """The Python state of all that was reached, as it is now."""
         snapshot = Snapshot()
         for name, place in self._places:
             snapshot.add(place, name)
         snapshot.add_hooks(self._with_hooks)
-        return snapshot.put_back
+        return snapshot
 
     def _visit_waiting(self) -> None:
         while self._waiting and len(self._seen) < _MOST_OBJECTS:
-            name, value, is_own = self._waiting.popleft()
+            name, value, is_own, self._depth = self._waiting.popleft()
             # Proxies and the like may raise whatever they want when they are looked at.
             with suppress(Exception):
-                self._visit(name, value, is_own)
+                if self._depth <= self._deepest:
+                    self._visit(name, value, is_own)
 
     def _visit(self, name: str, value: Any, is_own: bool) -> None:
         if id(value) in self._seen or is_machinery(value):
+            return
+        if not self._follows_code and isinstance(value, _CODE):
             return
         self._seen[id(value)] = value
         if is_compiled_function(value) and not self._is_rest:
@@ -155,17 +182,18 @@ class Reached:
                 self._visit_class(name, value, is_own)
             case nn.Module():
                 self.modules.append(value)
-                self._visit_modules(name, value)
+                self._visit_modules(
+                    name, value.named_modules() if self._deepest == maxsize else [("", value)]
+                )
             case Optimizer():
                 self.optimizers.append(value)
                 rest = ((k, item) for k, item in vars(value).items() if k not in ("param_groups", "state"))
                 self._queue(rest, False)
             case Tensor():
                 self._places.append((name, tensor_data(value)))
-                if value.requires_grad:
-                    self._with_hooks.append(value)
-                    if value.is_leaf:
-                        self.leaves.append(value)
+                self._with_hooks.append(value)
+                if value.requires_grad and value.is_leaf:
+                    self.leaves.append(value)
             case list() | deque() | set():
                 self._places.append((name, value))
                 self._visit_items(name, value, is_own)
@@ -187,7 +215,7 @@ class Reached:
                 self._visit_object(name, value, is_own)
 
     def _queue(self, items: Iterable[tuple[Any, Any]], is_own: bool) -> None:
-        self._waiting.extend((str(name), value, is_own) for name, value in items)
+        self._waiting.extend((str(name), value, is_own, self._depth + 1) for name, value in items)
 
     def _visit_items(self, name: str, items: Any, is_own: bool) -> None:
         if len(items) <= _MOST_ITEMS:
@@ -217,15 +245,26 @@ class Reached:
         # A training script may be installed as a package of its own.
         return is_library(fn.__code__.co_filename) and package_of(fn.__module__) not in self._own_packages
 
-    def _visit_modules(self, name: str, root: nn.Module) -> None:
+    def _visit_modules(self, name: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """A model's modules one by one, whatever order they were reached in."""
-        for path, module in root.named_modules():
+        for path, module in modules:
             self._seen[id(module)] = module
-            if not isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
-                attributes = ((key, value) for key, value in vars(module).items() if key not in _STRUCTURE)
-                self._queue(((f"{name}.{path}.{key}", value) for key, value in attributes), False)
+            if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
+                mode = partial(getattr, module, "training", None), partial(setattr, module, "training")
+                self._places.append((name, setting(*mode)))
+            else:
+                self._visit_module(f"{name}.{path}", vars(module))
             # What a unit's own code does with an iterator is for the audit to say.
             self._queue(((name, cls) for cls in type(module).__mro__), False)
+
+    def _visit_module(self, name: str, attributes: dict[str, Any]) -> None:
+        structure = [attributes[key] for key in _STRUCTURE if key in attributes]
+        self._places += [(name, place) for place in (attributes, *structure)]
+        own = (attributes.get(key, {}).values() for key in ("_parameters", "_buffers"))
+        self._with_hooks += [tensor for tensors in own for tensor in tensors if tensor is not None]
+        self._queue(
+            ((f"{name}.{key}", value) for key, value in attributes.items() if key not in _STRUCTURE), False
+        )
 
     def _visit_object(self, name: str, value: Any, is_own: bool) -> None:
         if (place := random_generator(value) or small_array(value)) is not None:
@@ -249,18 +288,18 @@ class Reached:
         self._places.append((name, class_attributes(cls)))
         for key, item in list(vars(cls).items()):
             item = getattr(item, "__func__", getattr(item, "fget", getattr(item, "func", item)))
-            self._when_read(key, (f"{name}.{key}", item, is_own))
+            self._when_read(key, (f"{name}.{key}", item, is_own, self._depth + 1))
 
     def _visit_attributes(self, name: str, attributes: dict[str, Any], is_own: bool) -> None:
         for key, item in list(attributes.items()):
             if isinstance(item, _LEAVES):
                 continue
             if is_own:
-                self._when_read(key, (f"{name}.{key}", item, True))
+                self._when_read(key, (f"{name}.{key}", item, True, self._depth + 1))
             else:
                 self._queue([(f"{name}.{key}", item)], False)
 
-    def _when_read(self, key: str, item: tuple[str, Any, bool]) -> None:
+    def _when_read(self, key: str, item: tuple[str, Any, bool, int]) -> None:
         """Queues what the user's code reaches only by that name, once it reads it."""
         if key in self._names or (key.startswith("__") and key not in _BEFORE):
             self._waiting.append(item)

@@ -20,7 +20,6 @@ from recoup.model.calls import kind_of_module
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
-from recoup.snapshot.python_state import Notes
 from recoup.tensors import named_outputs, needing_gradient, tensors_in
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
@@ -448,9 +447,7 @@ def _look(
         stack.callback(pop_saved_tensor_hooks)
         stack.callback(step.model.register_forward_hook(looker.note_output).remove)
         # A pass that fails leaves lists of the model half filled, and the next one would go on from there.
-        notes = Notes()
-        notes.add_modules(step.model)
-        stack.callback(notes.put_back)
+        stack.callback(step.reached.hold())
         streamed = stream(step, units, looker)
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")
