@@ -3,16 +3,14 @@
 NOTE [ Searching batch sizes ]
     1. Throughput rises with the batch until the device is busy, then falls where more must be recomputed. It falls
        in steps, unit by unit, and may rise between them: no search that only compares neighbours finds the best.
-    2. Batch sizes double until one does not fit. Between the last two, the largest that fits is found by halving.
-    3. What a batch costs is a straight line between two batches that were looked at closely, nearly: bytes and
-       seconds of the same units under the same options. So every batch size in between is planned for by such
-       lines, which costs no measurement, and the most promising is looked at closely, until none promises more. Below
-       a batch that needs no recomputation there is nothing to look for: throughput only rises up to it.
-    4. Seconds bend upwards (first operations cost their start, then their bytes), so lines promise too little: the
-       further apart their ends, the more, and most of all halfway between them. That much is added to what they
-       promise.
+    2. Batch sizes double until one does not fit. Between the last two, bisection finds the largest that fits.
+    3. Bytes and seconds of a unit's option are nearly linear in the batch size. So every batch size between two that
+       were tried is planned for by interpolation, without a measurement. The most promising one is tried, until none
+       promises more. Below a batch that needs no recomputation, throughput only rises: nothing is interpolated there.
+    4. Seconds are convex (small operations cost their launch, large ones their bytes), so interpolation promises too
+       little: most halfway between the ends, and the more, the further apart they are. That much is added.
     5. Where the device is busy, throughput hardly rises any more, but memory still does. Of all batch sizes that were
-       looked at, the smallest is taken whose throughput is within 1 % of the best.
+       tried, the smallest is taken whose throughput is within 1 % of the best.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ from recoup.tensors import map_tensors, tensors_in
 
 __all__ = ["BatchChoice", "TriedBatch", "largest_batch"]
 
-# A gain in throughput that is worth a larger batch. Twice in a row, a doubled batch gained less: the device is busy.
+# A gain in throughput that is worth a larger batch. Where doubling gains less twice in a row, the device is busy.
 _LEAST_GAIN = 0.01
-_MOST_LOOKS = 8
-# A gain that is worth one more look; and how much lines may promise too little, halfway between ends far apart.
+_MOST_TRIALS = 8
+# A gain that is worth one more trial; and by how much interpolation may be too low, halfway between ends far apart.
 _WORTH, _DOUBT = 1e-3, 0.1
-# Planning for one batch size takes milliseconds for each unit.
-_MOST_LINES, _LEAST_LINES, _MOST_UNITS_PLANNED = 64, 8, 1600
+# Planning takes milliseconds for each unit and batch size.
+_MOST_SIZES, _LEAST_SIZES, _MOST_UNITS_PLANNED = 64, 8, 1600
 
 
 @dataclass(frozen=True, slots=True)
 class TriedBatch:
-    """A batch size that was looked at.
+    """A batch size that was planned for, as measured or estimated.
 
     Attributes:
         batch_size: in samples.
@@ -78,7 +76,7 @@ class BatchChoice:
         batch_size: in samples.
         plan: for a step with that batch; `apply` takes it.
         samples_per_second: that it trains, of one rank.
-        tried: all batch sizes that were looked at, in order of size.
+        tried: all batch sizes that were tried, in order of size.
     """
 
     batch_size: int
@@ -124,9 +122,9 @@ def largest_batch(
 ) -> BatchChoice:
     """Finds the batch size with the best throughput under a budget, over batch size and plan together.
 
-    A larger batch takes more memory also where it hardly trains faster: of the batch sizes that were looked at, the
+    A larger batch takes more memory also where it hardly trains faster: of the batch sizes that were tried, the
     smallest is taken that trains within 1 % of the most samples per second. Without ``hardware`` every batch size
-    that is looked at is measured on the model's device; with it, none is run.
+    that is tried is measured on the model's device; with it, none is run.
 
     Args:
         make: from a batch size to ``(model, sample)``, ``(model, sample, loss)``, ``(model, sample, loss, optimizer)``
@@ -159,7 +157,7 @@ def largest_batch(
     known = None if hardware is None else find_hardware(hardware)
     build = _Builder(make)
 
-    def look(batch_size: int) -> ModelPlan:
+    def plan_for(batch_size: int) -> ModelPlan:
         made = build(batch_size)
         model, sample = made.model, made.sample
         stepped = made.optimizer if optimizer is None else optimizer(model)
@@ -185,15 +183,15 @@ def largest_batch(
             f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
     try:
-        return _Search(look, most).run()
+        return _Search(plan_for, most).run()
     except BudgetError:
         if most != 1:
-            build(2)  # one sample may not fit because it is more than one
+            build(2)  # which raises if make ignores its argument, and one sample is a whole batch
         raise
 
 
 class _Builder:
-    """Calls ``make``, and finds out if it ignores the batch size."""
+    """Calls ``make``, and refuses one that ignores the batch size."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self._make = make
@@ -221,7 +219,7 @@ class _Builder:
 
 
 def _form_of(sample: Any) -> str:
-    """A sample without the values of its tensors: their shapes, and whatever is beside them."""
+    """A sample without the values of its tensors: their shapes, and all that is no tensor."""
 
     def bare(tensor: Tensor) -> Tensor:
         shape = (tensor.numel(),) if tensor.is_nested else tensor.shape
@@ -233,12 +231,12 @@ def _form_of(sample: Any) -> str:
 class _Search:
     """NOTE [ Searching batch sizes ]."""
 
-    def __init__(self, look: Callable[[int], ModelPlan], most: int | None) -> None:
-        self._look, self._most = look, most
+    def __init__(self, plan_for: Callable[[int], ModelPlan], most: int | None) -> None:
+        self._plan_for, self._most = plan_for, most
         self.plans: dict[int, ModelPlan] = {}
         self.tried: dict[int, TriedBatch] = {}
         self._refusal: BudgetError | None = None
-        self._lines: dict[tuple[int, int, int], float] = {}
+        self._promises: dict[tuple[int, int, int], float] = {}
 
     def run(self) -> BatchChoice:
         self._double()
@@ -252,10 +250,10 @@ class _Search:
         return BatchChoice(best, self.plans[best], self.tried[best].samples_per_second, tried)
 
     def fits(self, batch_size: int) -> bool:
-        """Looks at a batch size closely, once."""
+        """Whether a batch size fits; it is measured, or estimated, once."""
         if batch_size not in self.tried:
             try:
-                found = self._look(batch_size)
+                found = self._plan_for(batch_size)
             except BudgetError as error:
                 self._refusal = self._refusal or error
                 self.tried[batch_size] = TriedBatch(batch_size, error.smallest_bytes, None)
@@ -298,32 +296,32 @@ class _Search:
 
     def _find_fastest(self) -> None:
         """NOTE [ Searching batch sizes ], 3."""
-        for _ in range(_MOST_LOOKS):
+        for _ in range(_MOST_TRIALS):
             promising = self._promising()
             if promising is None:
                 return
             self.fits(promising)
 
     def _promising(self) -> int | None:
-        """The batch size that, by the lines between known ones, may well beat all that are known."""
+        """The batch size that promises the most, by interpolation; ``None`` if none promises more than is known."""
         known = sorted(self.plans)
         best = self._best()
         speed = self.tried[best].samples_per_second * (1 + _WORTH)
         found = None
         num_units = len(self.plans[best].profile.units)
-        num_lines = max(_LEAST_LINES, min(_MOST_LINES, _MOST_UNITS_PLANNED // num_units))
-        for size in _spread(known, best, num_lines):
+        num_sizes = max(_LEAST_SIZES, min(_MOST_SIZES, _MOST_UNITS_PLANNED // num_units))
+        for size in _spread(known, best, num_sizes):
             place = bisect_left(known, size)
             if self.plans[known[place]].keeps_everything:
                 continue
             line = known[place - 1], size, known[place]
-            if line not in self._lines:
+            if line not in self._promises:
                 low, _, high = line
-                # As a parabola that is 0 at both ends: what a bend adds between them.
+                # A parabola that is 0 at both ends, for what convexity adds between them.
                 bend = 4 * (size - low) * (high - size) / (high * (high - low))
-                self._lines[line] = self._expected(*line) * (1 + _DOUBT * bend)
-            if self._lines[line] > speed:
-                found, speed = size, self._lines[line]
+                self._promises[line] = self._expected(*line) * (1 + _DOUBT * bend)
+            if self._promises[line] > speed:
+                found, speed = size, self._promises[line]
         return found
 
     def _expected(self, low: int, size: int, high: int) -> float:

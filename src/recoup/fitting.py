@@ -35,7 +35,7 @@ __all__ = ["Fitted", "fit", "plan_to_fit", "verify"]
 _MOST_ROUNDS = 3
 _MOST_SPLITS = 4
 _MOST_TRIAL_S = 30.0
-"""A refusal is not verified on a step that takes longer than this: replays of deep models nest at the very edge."""
+"""A refusal is not verified on a longer step: under the smallest budgets, replays of deep models nest deeply."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ _EVAL_MODE = (
 
 
 class _Fitting:
-    """One fit: what is learned on the way."""
+    """One fit."""
 
     def __init__(
         self, step: TrainingStep, *, accumulates: bool, holds_output: bool | None, insist: bool
@@ -229,10 +229,10 @@ class _Fitting:
         raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
 
     def _profiles(self, units: Units | Iterable[Units] | None) -> Iterator[tuple[Profile, Audit]]:
-        """The step measured in one way after the other, each finer than the one before, whatever the budget.
+        """The step measured in several ways, each with finer units than the one before.
 
-        Units that stand in the way of a budget are split into what they call. Where that does not help, and nothing was
-        said of the model's output, it is taken to be let go of.
+        The unit that sets the smallest budget is split into what it calls. After that, where ``holds_output`` was not
+        given, come the same measurements for a loop that frees the model's output.
         """
         wanted, found = units, list[tuple[Measured, Audit]]()
         for _ in range(_MOST_SPLITS):
@@ -241,7 +241,7 @@ class _Fitting:
             except UnitError:
                 if not found:
                     raise
-                break  # what the unit calls cannot be units
+                break  # the unit calls nothing that can be a unit
             found.append((measured, audit))
             profile = measured.profile(self.holds_output is not False)
             yield profile, audit
@@ -272,13 +272,13 @@ class _Fitting:
         names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
         alike = {unit.module for unit in profile.units if unit.kind == found.kind}
         units = {module: find_module(self.step.model, module) for module in names}
-        # One that calls nothing stays as it is.
+        # A unit that calls nothing stays as it is.
         some = [unit for module, unit in units.items() if module in alike and parts_of(root, unit)]
         split = split_units(root, list(units.values()), some)
         return split if len(split) > len(names) else None
 
     def _verify(self, chosen: ModelPlan) -> tuple[ModelPlan, Verification] | None:
-        """Verifies; where a real step passes the budget, plans again with what that showed."""
+        """Verifies; where a real step passes the budget, plans again with the bytes that the prediction missed."""
         for _ in range(_MOST_ROUNDS):
             seen = self._try(chosen)
             if isinstance(seen, Verification):
@@ -290,7 +290,7 @@ class _Fitting:
         return None
 
     def _try(self, chosen: ModelPlan) -> Verification | int:
-        """Verifies a plan; where a real step passes the budget, its peak."""
+        """The verification of a plan or, where a real step passes the budget, that step's peak in bytes."""
         apply(self.step.model, chosen)
         try:
             return verify_step(self.step, chosen)
@@ -298,7 +298,7 @@ class _Fitting:
             return error.peak_bytes
 
     def _try_anyway(self, chosen: ModelPlan) -> Verification | int:
-        """The same for a plan that is predicted to pass the budget; 0 if no such step can be run."""
+        """The same for a plan that is predicted to pass the budget; 0 if its step cannot be run."""
         meter = make_meter(device_of(self.step.model, self.step.given))
         needed_bytes = chosen.predicted_bytes - chosen.profile.residents.total_bytes
         if needed_bytes > meter.free_bytes() or chosen.predicted_s > _MOST_TRIAL_S:

@@ -1,4 +1,4 @@
-"""One unit's call, examined: about four forwards and one backward."""
+"""The audit of one unit's call: about four forwards and one backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def examine(call: UnitCall) -> tuple[Any, list[Finding]]:
     except torch.OutOfMemoryError:
         found, other = [(Kind.NOT_EXAMINED, _TOO_LARGE)], None
     except Exception as error:
-        # An argument that cannot be taken apart or copied: what a checkpoint cannot do either.
+        # An argument that cannot be taken apart or copied; a checkpoint cannot do so either.
         found, other = [(Kind.REPLAY, _first_line(error))], None
     if (Kind.NOT_EXAMINED, _TOO_LARGE) in found:
         make_meter(device_of(call.module, (call.args, call.kwargs))).make_room()
@@ -49,7 +49,7 @@ def examine(call: UnitCall) -> tuple[Any, list[Finding]]:
 
 
 def run_plainly(call: UnitCall) -> tuple[Any, SavedLog | None]:
-    """Runs a call once, as the model does; also one whose arguments cannot be cut off from the code before."""
+    """Runs a call once, as the model does, also where its arguments cannot be detached from the code before."""
     try:
         call.fresh()
     except CheckpointError:
@@ -59,13 +59,13 @@ def run_plainly(call: UnitCall) -> tuple[Any, SavedLog | None]:
 
 @contextmanager
 def _unchanged(call: UnitCall) -> Iterator[None]:
-    """Puts back what a run changes in the unit, and elsewhere."""
+    """Puts back what a run changes, in the unit and elsewhere."""
     with preserving(call.module), undone(call):
         yield
 
 
 def _replayed(call: UnitCall) -> _Found:
-    """What a replay brings to light."""
+    """What a replay shows."""
     with _unchanged(call):
         trial = try_replay(copied(call))
     found: _Found = []
@@ -122,7 +122,7 @@ def _compared(log: SavedLog, other: SavedLog | None) -> _Found:
 
 def _aliases(call: UnitCall, output: Any, found: _Found) -> _Found:
     if any(kind is Kind.INPUT for kind, _ in found):
-        return []  # that is said already
+        return []  # a finding already
     made = {storage._cdata for tensor in tensors_in(output) for storage in storages(tensor)}
     shared = [
         name

@@ -22,9 +22,8 @@ def copied(call: UnitCall) -> UnitCall:
 def with_other_values(call: UnitCall) -> UnitCall | None:
     """The same call on other values of its floating-point tensors; None if there are none to change.
 
-    The values are the same in another order, so what is positive, or small, stays so. Integers are left alone: as
-    indices they must fit together, and a device that is given a wrong one is lost. So are tensors that are not
-    finite, which are masks.
+    Values are reordered, so that their range stays the same. Integers are not changed: they may be indices, and a wrong
+    index ends a CUDA context. Nor are tensors with values that are not finite, which are masks.
     """
     is_changed = False
 
@@ -44,13 +43,13 @@ def with_other_values(call: UnitCall) -> UnitCall | None:
 
 
 def _reordered(tensor: Tensor) -> Tensor:
-    """The values in another order, or moved at random if that is no other.
+    """The values in another order; where that changes nothing, with noise.
 
     >>> _reordered(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[3., 2.],
             [1., 4.]])
     """
-    # By one more than half: rows are not only exchanged, but made anew.
+    # By one more than half: values also move between rows.
     values = tensor.flatten().flip(0).roll(tensor.numel() // 2 + 1).view(tensor.shape)
     return values + torch.randn_like(values) if torch.equal(values, tensor) else values
 

@@ -1,4 +1,4 @@
-"""One replay of a unit's call, watched from all sides."""
+"""One replay of a unit's call, and what differs between it and its forward."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _CHECKPOINT = Checkpoint(check="values")
 
 @dataclass
 class Trial:
-    """What a replay brought to light.
+    """What a checkpointed forward and its replay did.
 
     Attributes:
         error: what the checkpointed forward or its backward raised.
-        draws: foreign generators that the forward moved.
-        objects: what it changed inside its arguments' objects.
-        inputs: arguments that it changed in place.
-        buffers: that it changed, by name.
-        readers: autograd nodes that read what they had saved a second time.
+        draws: generators that the forward drew from and that a checkpoint does not restore.
+        objects: objects among the arguments that the forward changed, by name.
+        inputs: names of arguments that it changed in place.
+        buffers: names of buffers that it changed.
+        readers: names of autograd nodes that read their saved tensors a second time.
         drifts: whether the replay's output has other values.
     """
 
@@ -56,10 +56,10 @@ class Trial:
 
 
 class _Watched:
-    """A unit's forward that compares its own runs.
+    """A unit's forward that compares its replay with its first run.
 
-    A checkpoint reaches the unit through it, but not what the forward's code captures: so it is for a unit within a
-    segment, where less is put back before a replay than for a unit by itself.
+    A checkpoint of it restores the unit's own state, but not what the forward's code captures. That is as much as is
+    restored for a unit within a segment, and less than for a unit by itself.
     """
 
     def __init__(self, call: UnitCall, trial: Trial) -> None:
@@ -78,7 +78,7 @@ class _Watched:
             before = _foreign_states()
             output = self.__wrapped__(*args, **kwargs)
             runs.note(output, before)
-        # The last that is saved: the backward always needs it, so every replay runs as far as here.
+        # Saved last, and always needed by the backward: no replay stops before the unit's own last operation.
         witness = runs.start * 1
         return output, witness * witness
 
@@ -89,7 +89,7 @@ class _Watched:
 
 
 class _Runs:
-    """The forward's results, to compare a replay with."""
+    """Fingerprints of the forward's outputs, to compare a replay with."""
 
     def __init__(self, trial: Trial, device: torch.device) -> None:
         self._trial = trial
@@ -103,7 +103,7 @@ class _Runs:
         self._outputs = _outputs(output)
 
     def begin_replay(self) -> None:
-        # Replays before the forward has ended are for a backward inside it.
+        # A replay before the forward has ended belongs to a backward inside it.
         if self._outputs is not None:
             self._num_replays += 1
             if self._num_replays > 1:
@@ -117,8 +117,7 @@ class _Runs:
 def try_replay(call: UnitCall) -> Trial:
     """Runs a call checkpointed, forward and backward, and compares its replay with its forward.
 
-    The call's tensors, module and objects are changed as the call changes them. Memory that does not suffice is the
-    one error that is raised.
+    Tensors, module and objects are left as the call changes them. Of all errors, only OutOfMemoryError is raised.
     """
     trial = Trial()
     try:
@@ -128,7 +127,7 @@ def try_replay(call: UnitCall) -> Trial:
     except NothingToCheckpointError:
         pass
     except Exception as error:
-        # Without its frames, which hold the unit's tensors.
+        # The frames of the traceback hold the unit's tensors.
         trial.error = error.with_traceback(None)
     return trial
 
@@ -151,7 +150,7 @@ def _try_replay(call: UnitCall, trial: Trial) -> None:
         if seed is not None:
             parameters = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
             gradients_from([seed], [start, watched.start, *parameters])
-        # A change in the forward alone may be something that is made once and kept.
+        # A change in the forward alone may be a cache, which is filled once.
         trial.objects = between.changed()
     except ReplayMismatchError:
         trial.objects = before.changed()
@@ -164,7 +163,7 @@ def _noted(objects: list[tuple[str, Any]]) -> Snapshot:
 
 
 def _foreign_states() -> dict[str, Any]:
-    """Where the generators stand that a checkpoint does not restore."""
+    """The state of the generators that a checkpoint does not restore."""
     states: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:

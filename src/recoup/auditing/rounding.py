@@ -18,7 +18,7 @@ __all__ = ["differs_by_rounding"]
 def differs_by_rounding(call: UnitCall) -> bool:
     """Runs a call twice from the same random state and compares all that it saves and returns.
 
-    The first run's results wait in host memory. Where even so the memory does not suffice, the answer is no.
+    The first run's results are held in host memory. Where a run fails, for lack of memory say, the answer is no.
     """
     held: list[Tensor] = []
     are_close: list[bool] = []

@@ -24,7 +24,7 @@ class SavedLog:
 
     Attributes:
         entries: shape, dtype and the name (relative to the unit) of the module that saved it.
-        is_read: whether the forward itself read one again, because it ran a backward.
+        is_read: whether the forward itself read one of them, because it ran a backward.
     """
 
     entries: list[tuple[torch.Size, torch.dtype, str]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class SavedLog:
 
 
 def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
-    """Runs a call's forward on the real arguments, as `UnitCall.glance` does; also one that runs a backward."""
+    """Runs a call's forward on the real arguments, as `UnitCall.glance` does, and logs what it saves."""
     log = SavedLog()
     current: list[str] = []
 
@@ -55,7 +55,7 @@ def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
 
 @contextmanager
 def _naming(unit: nn.Module, current: list[str]) -> Iterator[None]:
-    """Lets the last entry of ``current`` name the module inside a unit that runs now."""
+    """Keeps ``current`` a stack of the names of the modules that run inside a unit."""
     names = {module: name for name, module in unit.named_modules()}
 
     def enter(module: nn.Module, args: Any) -> None:

@@ -75,7 +75,7 @@ def _apart_from_in_place(units: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def registered_calls(model: nn.Module) -> ModuleCall:
-    """What a model calls, as far as its modules tell: NOTE [ Units without a profile ], 1 and 2."""
+    """The calls of a model, as its modules are registered: NOTE [ Units without a profile ], 1 and 2."""
     names = module_names(model)
     around: list[nn.Module] = []
 

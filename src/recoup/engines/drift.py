@@ -18,9 +18,9 @@ from recoup.checkpointing.digest import digest, is_same
 __all__ = ["Drift", "Results", "deterministically", "drift_between", "list_drifts", "too_far"]
 
 T = TypeVar("T")
-# How far apart two gradients may lie that differ by rounding, in 16 bits and after many layers.
+# The most by which rounding makes two gradients differ, in 16 bits and after many layers.
 _TOLERANCE = 0.05
-# Plain steps show their own drift in a few samples only.
+# The drift of plain steps is known from a few samples only.
 _FACTOR = 10.0
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -71,14 +71,14 @@ def _drift(name: str, left: Tensor, right: Tensor) -> Drift:
 
 
 def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
-    """Those that rounding does not explain, nor how far plain runs are apart by their ``own``."""
+    """Those that neither rounding explains nor the ``own`` drift of plain runs."""
     usual: dict[str, float] = {}
     for drift in own:
         usual[drift.name] = max(drift.relative_error, usual.get(drift.name, 0.0))
     return [
         drift
         for drift in found
-        # Written so that what is no number is too far.
+        # Negated, so that NaN is too far.
         if not drift.relative_error <= max(_TOLERANCE, _FACTOR * usual.get(drift.name, 0.0))
     ]
 

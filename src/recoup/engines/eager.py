@@ -30,7 +30,7 @@ __all__ = ["apply", "is_applied", "remove", "units_by_module"]
 
 
 class _Engine(Nesting):
-    """What the stand-ins of one model share: the plan; and where the step stands that this thread runs."""
+    """What the stand-ins of one model share: the plan, and the state of the step that this thread runs."""
 
     def __init__(self, items: Sequence[Item], recipes: dict[int, tuple[Recipe, ...]], watch: Watch) -> None:
         self.items, self.recipes, self.watch = tuple(items), recipes, watch
@@ -38,7 +38,7 @@ class _Engine(Nesting):
         self.reset()
 
     def reset(self) -> None:
-        """A new step begins, or one has ended: nothing of it may stay."""
+        """Drops the state of a step, before the next begins and after it has ended."""
         self.run = Run(self.items, self.recipes)
         self.num_calls: dict[nn.Module, int] = {}
 
@@ -54,7 +54,7 @@ class _Planned(StandIn):
         self.engine = engine
 
     def run_traced(self, *args: Any, **kwargs: Any) -> Any:
-        """Says that the plan is not in force where the model is compiled."""
+        """Warns that the plan is not in force where the model is compiled."""
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
             self.engine.watch.at_compiling()
         return self.original(*args, **kwargs)
@@ -119,7 +119,7 @@ class _UnitForward(_Planned):
         engine = self.engine
         number = engine.num_calls.get(self.module, 0)
         if number == len(self.units) and engine.depth == 0:
-            # The model itself is never called (a step of the user's calls its parts): a new step has begun.
+            # A step of the user's calls parts of the model, and never the model itself: a new step has begun.
             engine.reset()
             number = 0
         engine.num_calls[self.module] = number + 1
@@ -281,7 +281,7 @@ def _planned_units(engine: _Engine) -> dict[int, tuple[str, ...]]:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Takes the plan off a model again, exactly; does nothing to a model without one."""
+    """Removes the plan from a model, which is then as before; does nothing to a model without one."""
     for stand_in in installed(model):
         uninstall(stand_in.module, stand_in.original)
     return model

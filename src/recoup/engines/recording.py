@@ -1,4 +1,4 @@
-"""Memory over one real step: every change on the CPU, looked at now and then on CUDA."""
+"""Memory over one real step: every change on the CPU, samples on CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_POINTS = 500
 """How many points of a recording are kept."""
 _INTERVAL_S = 0.0005
 _SHARE_BETWEEN = 0.002
-"""Of the time so far, how much passes at least between two looks: long steps are left alone."""
+"""At least this share of the time so far passes between two samples: long steps are hardly disturbed."""
 
 Points = tuple[tuple[float, int], ...]
 """Seconds, and the bytes from then until the next point."""
@@ -66,7 +66,7 @@ def record(meter: Meter, run: Callable[[], Any]) -> Recording:
     """
     if isinstance(meter, CpuMeter):
         return _at_changes(meter, run)
-    return _by_looking(meter, run)
+    return _by_sampling(meter, run)
 
 
 def _at_changes(meter: CpuMeter, run: Callable[[], Any]) -> Recording:
@@ -88,32 +88,32 @@ def _at_changes(meter: CpuMeter, run: Callable[[], Any]) -> Recording:
     return Recording(meter.peak_bytes() - live_bytes, tuple(thinned(points)))
 
 
-def _by_looking(meter: Meter, run: Callable[[], Any]) -> Recording:
-    """From another thread, now and then: nothing in the step itself is touched."""
+def _by_sampling(meter: Meter, run: Callable[[], Any]) -> Recording:
+    """Samples from another thread: the step itself runs unchanged."""
     live_bytes, start_s = meter.begin(), time.perf_counter()
     points = [(0.0, 0)]
     has_ended = threading.Event()
 
-    def look() -> None:
+    def sample() -> None:
         time_s = 0.0
         while not has_ended.wait(max(_INTERVAL_S, _SHARE_BETWEEN * time_s)):
             time_s = time.perf_counter() - start_s
             points.append((time_s, meter.live_bytes() - live_bytes))
 
-    looker = threading.Thread(target=look, daemon=True)
-    looker.start()
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
     try:
         run()
     finally:
         has_ended.set()
-        looker.join()
+        sampler.join()
     points.append((time.perf_counter() - start_s, meter.live_bytes() - live_bytes))
     peak_bytes = meter.peak_bytes() - live_bytes
     return Recording(peak_bytes, tuple(_with_peak(thinned(points), peak_bytes)))
 
 
 def _with_peak(points: list[tuple[float, int]], peak_bytes: int) -> list[tuple[float, int]]:
-    """The allocator knows the peak exactly; looking now and then comes near it."""
+    """Sets the highest sample to the peak, which the allocator knows exactly."""
     highest = max(range(len(points)), key=lambda index: points[index][1])
     points[highest] = (points[highest][0], peak_bytes)
     return points

@@ -29,7 +29,7 @@ Recipes = Mapping[int, Sequence[Recipe]]
 
 
 class Nesting(threading.local):
-    """Whether this thread runs a unit's forward, at first or again: backwards may run in a thread of their own."""
+    """Whether this thread runs a unit's forward or its replay: a backward may run in a thread of its own."""
 
     is_inside = False
 
@@ -37,7 +37,7 @@ class Nesting(threading.local):
 class PlannedCall:
     """A unit's own forward, with its place in the plan."""
 
-    # Slots, so that who looks for what the function reaches follows `__wrapped__` only.
+    # Slots: a search for what the function can reach follows `__wrapped__` only.
     __slots__ = ("__name__", "__self__", "__wrapped__", "module", "nesting", "unit")
 
     def __init__(
@@ -88,7 +88,7 @@ class Run:
             self._segment, self._span = item, Span(_CHECKPOINT, _groups(item))
         span = self._span
         if call.unit == item.last:
-            # Not a moment longer than needed: the span holds the segment's input.
+            # The span holds the segment's input: it must not live longer than needed.
             self._segment = self._span = None
         return span.call(call if recipe == KEEP else _CallUnder(call, recipe), args, kwargs)
 

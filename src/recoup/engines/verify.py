@@ -1,4 +1,4 @@
-"""``verify``: a real step under the plan, held against the budget and against the plain step."""
+"""``verify``: a real step under the plan, compared with the budget and with the plain step."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["Verification", "verify_step"]
 T = TypeVar("T")
 _MOST_REPEATS = 5
 _ENOUGH_S = {"cpu": 1.0, "cuda": 0.15}
-"""A step is timed until that took this long: longer steps hardly vary, least of all on a GPU."""
+"""Steps are timed until they add up to this: longer steps hardly vary, least of all on a GPU."""
 _BUSY_SHARE = 0.8
 """A host that is busy for more of a step than this may set its pace."""
 _BUSY_S = 0.3
-"""Such a step is timed until that took this long, since hosts vary."""
+"""Where it may, steps are timed until they add up to this, since hosts vary."""
 _MOST_PLAIN_STEPS = 3
 
 
@@ -53,9 +53,9 @@ class Verification:
             compared with a step whose key-value cache is off, where the plan switches it off.
         drifting: gradients that are not bit-equal, in a model whose plain steps are not either, and how far they are
             apart.
-        notes: what is to be known about these figures, in sentences.
-        timeline: seconds, and the bytes of the whole step from then on. Watching slows a step down unevenly: the
-            times are those of the watched step, scaled to ``seconds``.
+        notes: limits of these figures, in sentences.
+        timeline: seconds, and the bytes of the whole step from then on. Recording slows a step down: the times are
+            those of the recorded step, scaled to ``seconds``.
     """
 
     peak_bytes: int
@@ -174,7 +174,7 @@ class _Verifier:
         peak_bytes = max(recorded.peak_bytes + lived_bytes, self.residents.optimizer_peak_bytes)
         if most_bytes is not None and peak_bytes > most_bytes:
             raise _over_budget(peak_bytes, self.plan)
-        # The recorded step is the first under its plan: the allocator still finds its way.
+        # Timed apart: the recorded step is the first under its plan, when the allocator's cache is cold.
         seconds = self._seconds()
         scale = seconds / (recorded.points[-1][0] or 1.0)
         timeline = tuple((time_s * scale, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
@@ -203,7 +203,7 @@ class _Verifier:
             torch.clear_autocast_cache()
             with self.meter.watching():
                 live_bytes = self.meter.begin()
-                # Inside, since a step of the user's may drop these gradients and make others.
+                # Tracked, since a step of the user's may free these gradients and make others.
                 self._prepare()
                 lived_bytes = self.residents.total_bytes + self.meter.live_bytes() - live_bytes
                 # Comparing takes memory too, on some devices: this is the most that a step may need.
@@ -230,7 +230,7 @@ class _Verifier:
             return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
 
     def _settle(self) -> None:
-        """Lets an optimizer inside the step make its state, which counts as there already."""
+        """Lets an optimizer inside the step allocate its state, which counts as resident."""
         if self.step.changes_parameters:
             self._step()
             for parameter in self.step.model.parameters():
@@ -265,14 +265,14 @@ class _Verifier:
             own = drift_between(results, self.results(on_host, names)) if drifts else []
         found = drift_between(results, self.results(on_host, names))
         if not drifts and not found:
-            found = [Drift(name, math.nan, math.nan) for name in names]  # it differs only now and then
+            found = [Drift(name, math.nan, math.nan) for name in names]  # they differ in some runs only
         if wrong := too_far(found, own) if drifts else found:
             raise VerificationError(
                 f"Under the plan the gradient of {list_drifts(wrong)} differs from the plain step's, and plain"
                 " steps do not differ so among themselves. Run recoup.audit on the model: a unit does not repeat"
                 " itself in its replay."
             )
-        # Equal this time, and yet they were not.
+        # Equal in these runs, but not in the first ones.
         return tuple(found) or tuple(Drift(name, 0.0, 1.0) for name in names)
 
     @contextmanager

@@ -1,15 +1,14 @@
 """Training calls of a fitted model, compared with what was measured.
 
 NOTE [ Leaving what was measured ]
-    1. The root stand-in shows each call with gradients, before and after, to the model's `Watch`. What differs from the
-       plan's conditions is told once of each kind, in a warning that says what to do. Nothing else changes.
-    2. Whether a forward still waits for its backward is asked of its graph. A `_Graph` belongs to hooks on the nodes
-       that made the output: the hooks mark it when a backward reaches them, and it dies with the nodes. So a graph that
-       was dropped does not count, nor does an output that the caller holds after its backward.
+    1. The root stand-in calls the model's `Watch` before and after each call with gradients. Each kind of difference
+       from the plan's conditions gives one warning, which says what to do. Nothing else changes.
+    2. A `_Graph` is owned by hooks on the nodes that made the output. The hooks mark it when a backward reaches them,
+       and it is freed with the nodes. So a forward waits for its backward as long as its `_Graph` lives unmarked.
     3. Units in the other mode (train or eval) run plainly. That may be evaluation; a backward shows that it is not.
-    4. A unit that is called inside torch's checkpoint, or inside a backward, is recomputed by someone else. It runs
-       plainly then, at first and again: the two runs must save the same tensors.
-    5. Python holds an output if more refer to its object than who looks, and the graph where that saves it.
+    4. A unit that is called inside torch's checkpoint, or inside a backward, is recomputed by other code. Both of its
+       runs must save the same tensors, so both are plain.
+    5. The caller holds an output if its object has more references than those of this module and of the graph.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["Watch"]
 
 
 class _Graph:
-    """The graph of one forward, which lives as long as the graph does."""
+    """Stands for the graph of one forward, and lives as long as it."""
 
     __slots__ = ("__weakref__", "_outputs", "_planned_mode", "_watch", "has_run")
 
@@ -44,7 +43,7 @@ class _Graph:
         self.has_run = False
 
     def at_backward(self, gradients: Any) -> None:
-        """A hook of the nodes that made the output; the first that runs says that the backward has begun."""
+        """A hook of the nodes that made the output. The first one that runs marks the beginning of the backward."""
         if not self.has_run:
             self.has_run = True
             self._watch.at_backward(self._planned_mode, self._outputs)
@@ -52,16 +51,17 @@ class _Graph:
 
 
 class _Here(threading.local):
-    """The call that this thread runs: the mode of the plan of units that ran plainly in it, if any did."""
+    """Of the call that this thread runs."""
 
     planned_mode: bool | None = None
+    """The mode that units have their plan for, if some ran plainly because they are in the other mode."""
 
 
 class Watch:
-    """Tells where the calls of a fitted model differ from what its plan was measured with.
+    """Warns where the calls of a fitted model differ from what its plan was measured with.
 
     Args:
-        conditions: what was measured; ``None`` if that is not known: only what needs no comparison is told then.
+        conditions: what was measured; ``None`` if not known: then only what needs no comparison gives a warning.
         holds_output: whether the plan leaves room for the model's output during the backward.
         gradients_fit: whether it leaves room for gradients of an earlier backward: in the forward, in the backward.
     """
@@ -70,7 +70,7 @@ class Watch:
         self, conditions: Conditions | None, *, holds_output: bool, gradients_fit: tuple[bool, bool]
     ) -> None:
         self.conditions, self.holds_output, self.gradients_fit = conditions, holds_output, gradients_fit
-        self._told: set[str] = set()  # kinds of warnings
+        self._warned: set[str] = set()  # kinds of warnings
         self._begin()
 
     def _begin(self) -> None:
@@ -85,15 +85,15 @@ class Watch:
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("conditions", "holds_output", "gradients_fit")
-        return {name: getattr(self, name) for name in names} | {"_told": self._told.copy()}
+        return {name: getattr(self, name) for name in names} | {"_warned": self._warned.copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
 
-    def _tell(self, kind: str, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, RecoupWarning, stacklevel=2)
 
     # Calls of the model
@@ -109,21 +109,21 @@ class Watch:
         self._compare_shapes(forward, args, kwargs)
         autocast = autocast_of(self._first_parameter(module))
         if autocast != measured.autocast:
-            self._tell("autocast", _other_autocast(autocast, measured.autocast))
+            self._warn("autocast", _other_autocast(autocast, measured.autocast))
         self._graphs = [graph for graph in self._graphs if _waits(graph())]
         if len(self._graphs) >= measured.forwards:
-            self._tell("forwards", _more_forwards(len(self._graphs) + 1, measured.forwards))
+            self._warn("forwards", _more_forwards(len(self._graphs) + 1, measured.forwards))
         if self._trained is None:
             self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
         if not self.gradients_fit[0] and self._has_gradients():
-            self._tell("gradients", _GRADIENTS_THERE.format("the forward"))
+            self._warn("gradients", _GRADIENTS_THERE.format("the forward"))
 
     def _has_gradients(self) -> bool:
         found = (reference() for reference in self._trained or ())
         return any(parameter is not None and parameter.grad is not None for parameter in found)
 
     def _first_parameter(self, module: nn.Module) -> Tensor | None:
-        """Its device is the model's, also after a move. To find it takes longer than all else here."""
+        """Its device is the model's, also after a move. Cached: the search takes longer than all else here."""
         found = self._parameter()
         if found is None:
             found = next(module.parameters(), None)
@@ -133,14 +133,14 @@ class Watch:
     def _compare_shapes(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if "shapes" in self._told or not self._largest:
+        if "shapes" in self._warned or not self._largest:
             return
         if self._names is None:
             self._names = positional_names(forward)
         for name, shape in input_shapes(self._names, args, kwargs):
             if name in self._largest and shape.numel() > self._largest[name]:
                 assert self.conditions is not None
-                self._tell("shapes", _larger(name, tuple(shape), dict(self.conditions.shapes)[name]))
+                self._warn("shapes", _larger(name, tuple(shape), dict(self.conditions.shapes)[name]))
                 return
 
     def after(self, output: Any) -> None:
@@ -164,16 +164,16 @@ class Watch:
 
         Args:
             planned_mode: that the units which ran plainly have their plan for; ``None`` if all ran as planned.
-            outputs: that should have been let go.
+            outputs: that the plan counts on being freed by now.
         """
         if planned_mode is not None:
-            self._tell("mode", _other_mode(planned_mode))
+            self._warn("mode", _other_mode(planned_mode))
             return
         is_first = self.conditions is not None and self.conditions.forwards == 1
         if is_first and not self.gradients_fit[1] and self._has_gradients():
-            self._tell("gradients", _GRADIENTS_THERE.format("the backward"))
-        if "output" not in self._told and any(map(_is_held, outputs)):
-            self._tell("output", _OUTPUT_HELD)
+            self._warn("gradients", _GRADIENTS_THERE.format("the backward"))
+        if "output" not in self._warned and any(map(_is_held, outputs)):
+            self._warn("output", _OUTPUT_HELD)
 
     # Calls of units
 
@@ -181,7 +181,7 @@ class Watch:
         """Whether a planned unit that is called with gradients is in a checkpoint of the model's own."""
         found = is_recomputed_by_others()
         if found:
-            self._tell("checkpoint", _CHECKPOINTED)
+            self._warn("checkpoint", _CHECKPOINTED)
         return found
 
     def at_unit_in_other_mode(self, planned: bool) -> None:
@@ -191,7 +191,7 @@ class Watch:
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def at_compiling(self) -> int:
         """Runs while the compiler traces the model, which takes it for a constant."""
-        self._tell("compiled", _COMPILED)
+        self._warn("compiled", _COMPILED)
         return 0
 
 
@@ -207,7 +207,7 @@ def _outputs(value: Any) -> Iterator[Tensor]:
 
 
 def _nothing() -> None:
-    """As a weak reference whose object is gone."""
+    """Stands for a weak reference whose object is gone."""
 
 
 def _waits(graph: _Graph | None) -> bool:
@@ -220,7 +220,7 @@ def _num_references(reference: weakref.ref[Tensor]) -> int:
 
 
 def _num_own_references() -> int:
-    """How many of those that `_num_references` counts are its own: that depends on the version of Python."""
+    """How many of the references that `_num_references` counts are its own, which depends on the Python version."""
     tensor = torch.empty(0)
     return _num_references(weakref.ref(tensor)) - 1
 
