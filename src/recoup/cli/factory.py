@@ -1,4 +1,4 @@
-"""Building what a command line names: ``package.module:function``."""
+"""Factories that the command line names as ``package.module:function``."""
 
 from __future__ import annotations
 

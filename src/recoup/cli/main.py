@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 _NOT_DONE, _BAD_INPUT = 1, 2
 _INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
-# What the command line names cannot be used: a factory, what it returns, a file, a GPU, units, a size.
+# Errors in what the command line names: a factory, what it returns, a file, a GPU, units, a size.
 _INPUT_ERRORS = (CommandError, EncodingError, HardwareError, LossError, SampleError, SizeError, UnitError)
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _BAD_INPUT if isinstance(error, _INPUT_ERRORS) else _NOT_DONE
         return _fail(str(error), options.debug, code=code)
     except BrokenPipeError:
-        # Whoever read our output has seen enough; the interpreter must not complain about it at its end.
+        # The reader of our output has closed the pipe; without this the interpreter reports that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOT_DONE
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the command line takes. Nothing here imports torch, so that ``--help`` answers at once."""
+"""The options of the command line. Nothing here imports torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EPILOG = (
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options that arguments ask for; leaves with exit code 2 if they make no sense."""
+    """Parses arguments; exits with code 2 if they are wrong."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if getattr(options, "ranks", None) is not None and options.hardware is None:
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error does."""
+    """Reports an error in one line, as every other error is reported."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
@@ -80,7 +80,7 @@ def _add_fit(command: argparse.ArgumentParser) -> None:
 
 def _add_frontier(command: argparse.ArgumentParser) -> None:
     _add_factory(command)
-    _add_imagined(command)
+    _add_hardware_options(command)
     command.add_argument(
         "--points", type=_count, default=10, metavar="N", help="at most this many budgets (10)"
     )
@@ -103,7 +103,7 @@ def _add_audit(command: argparse.ArgumentParser) -> None:
 
 def _add_measure(command: argparse.ArgumentParser) -> None:
     _add_factory(command)
-    _add_imagined(command)
+    _add_hardware_options(command)
     _add_json(command, "write the profile, which recoup plan reads", required=True)
 
 
@@ -137,7 +137,7 @@ def _add_factory(command: argparse.ArgumentParser, *, accumulates: bool = True) 
         )
 
 
-def _add_imagined(command: argparse.ArgumentParser) -> None:
+def _add_hardware_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--hardware",
         metavar="GPU",
@@ -155,7 +155,7 @@ def _add_json(command: argparse.ArgumentParser, text: str, *, required: bool = F
     command.add_argument("--json", type=_output, metavar="FILE", required=required, help=text)
 
 
-# Values: what is wrong is said before anything is imported or measured.
+# Values: checked before anything is imported or measured.
 
 
 def _factory(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What people do by hand, on the same profile: for comparison beside the frontier."""
+"""What people do by hand, on the same profile, to compare the frontier with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUARTERS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """A recipe that needs no planner, and what it would take."""
+    """A recipe that needs no planner, with its predicted peak and seconds."""
 
     name: str
     peak_bytes: int

@@ -1,4 +1,4 @@
-"""What a plan does with every position of a step, in bytes and seconds, and what it could have done instead."""
+"""What a plan does at every position of a step, in bytes and seconds, and the alternatives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Decision", "Decisions", "Way"]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Another way to run a unit than the plain one: what it frees, and what that costs."""
+    """An alternative to the plain run of a unit: the bytes that it frees, and the seconds that it costs."""
 
     choice: int
     freed_bytes: int
@@ -27,27 +27,27 @@ class Way:
 
     @property
     def rate(self) -> float:
-        """Bytes that a second buys; 0 where nothing has to be paid."""
+        """Bytes freed per extra second; 0 where it costs none."""
         return self.freed_bytes / self.extra_s if self.extra_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one position, and what that takes.
+    """What happens at one position, and its costs.
 
     Attributes:
         unit: its index.
         label: what happens, in a few words.
-        segment: the segment that it is forgotten with; ``None`` if it is on its own.
+        segment: the segment that it is recomputed with; ``None`` if it is on its own.
         choice: the index of its option, or ``REPLAY``.
-        held_bytes: from its forward to its backward; in a segment, nothing.
+        held_bytes: saved from its forward to its backward; 0 in a segment.
         plain_held_bytes: the same in the plain step.
-        freed_bytes: what it holds less than in the plain step, outputs inside a segment included.
+        freed_bytes: how much less it holds than in the plain step, outputs inside a segment included.
         output_bytes: of its output.
-        transient_bytes: the most that it needs for a moment, in its forward, replay or backward.
+        transient_bytes: the most scratch of its forward, replay and backward.
         forward_s: seconds of its forward in the plain step.
         backward_s: seconds of its backward in the plain step.
-        extra_s: seconds that it takes more than in the plain step.
+        extra_s: seconds beyond those of the plain step.
     """
 
     unit: int
@@ -127,7 +127,7 @@ class Decisions(Sequence[Decision]):
 
     @cached_property
     def kept_rate(self) -> float:
-        """The most bytes that a second would buy in a unit that is kept; 0 if there is nothing to buy."""
+        """The highest rate among the alternatives of units that are kept; 0 if there are none."""
         ways = (way for decision in self if decision.is_kept for way in self.ways(decision.unit))
         return max((way.rate for way in ways), default=0.0)
 

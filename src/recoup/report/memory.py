@@ -55,7 +55,7 @@ def moments_of(
     replays = replay_s or {}
     shown: list[Shown] = []
     seen: set[int] = set()
-    # The end is a sum without rounding, and may lie a hair behind the last moment.
+    # The end is an exact sum, and may differ from the last moment by rounding.
     no_time_s = simulation.seconds * 1e-9
     for moment, duration_s in durations(simulation):
         if duration_s <= no_time_s and moment is not simulation.peak:
@@ -138,7 +138,7 @@ class MemoryPicture:
         curves = [curve for curve in (self.predicted, self.plain, self.measured) if curve]
         highest = max(point[1] for curve in curves for point in curve.points)
         budget_bytes = self.plan.budget_bytes
-        # A budget far above everything would press the curves flat.
+        # Not up to a budget far above everything: the curves would be flat.
         top_bytes = max(highest, budget_bytes if budget_bytes < 1.6 * highest else 0) * 1.06
         return box_axes((0.0, max(curve.end for curve in curves) or 1.0), (0.0, top_bytes))
 
@@ -206,7 +206,7 @@ class MemoryPicture:
 
     @property
     def description(self) -> str:
-        """The picture in a sentence, for who cannot see it."""
+        """The picture in words, for screen readers."""
         seen = self.subject.verification
         measured = f"; measured, at {format_bytes(seen.peak_bytes)}" if seen else ""
         return (
@@ -217,7 +217,7 @@ class MemoryPicture:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the page needs to say what is under the pointer."""
+        """What the page's script shows for the place under the pointer."""
         x, y = self.axes
         shown = {moment.unit for moment in (*self.predicted.points, *self.plain.points)}
         units = self.plan.profile.units

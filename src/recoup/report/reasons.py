@@ -10,7 +10,7 @@ from recoup.sizes import format_bytes
 
 __all__ = ["explain"]
 
-# Less than this is what a clock cannot tell from nothing.
+# Less than this is below the resolution of a clock.
 _NO_TIME_S = 1e-7
 
 
@@ -20,7 +20,7 @@ def explain(decisions: Decisions, alike: Sequence[Decision], *, ask: bool = True
     Args:
         decisions: the whole plan.
         alike: the units, in order.
-        ask: also simulate what would happen otherwise.
+        ask: also simulate the step with another choice for these units.
     """
     first = alike[0]
     unit = decisions.plan.profile.units[first.unit]

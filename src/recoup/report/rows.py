@@ -10,9 +10,9 @@ from recoup.report.reasons import explain
 
 __all__ = ["Row", "rows_of"]
 
-# Code between units, or blocks of another kind, may lie between units that share a row.
+# As many positions of other kinds may lie between two units that share a row.
 _WIDEST_GAP = 8
-# Rows times units above which what would happen otherwise is not simulated: a few seconds.
+# Above this many rows times units, alternatives are not simulated: that would take more than a few seconds.
 _MOST_ASKED = 100_000
 
 
@@ -45,7 +45,7 @@ def rows_of(plan: ModelPlan) -> list[Row]:
 
 def _groups(plan: ModelPlan, decisions: Decisions) -> list[list[Decision]]:
     groups: list[list[Decision]] = []
-    # By kind: the next of a kind shares the row of the one before, or closes it.
+    # By kind, its latest row: the next unit of the kind joins it, or begins another.
     latest: dict[object, tuple[object, list[Decision]]] = {}
     for decision in decisions:
         unit = plan.profile.units[decision.unit]

@@ -54,7 +54,7 @@ class TradeoffPicture:
 
     @cached_property
     def shown(self) -> list[ModelPlan]:
-        """The plans that are drawn: one that is far slower than all recipes would press the rest flat."""
+        """The plans that are drawn, without those that are far slower than all recipes: the rest would be flat."""
         known = [self.plan.predicted_s, *(recipe.seconds for recipe in self.by_hand)]
         most_s = self.plain_s + max(2.0 * (max(known) - self.plain_s), 0.25 * self.plain_s)
         return [plan for plan in self.plans if plan.predicted_s <= most_s]
@@ -146,7 +146,7 @@ class TradeoffPicture:
 
     @property
     def description(self) -> str:
-        """The picture in a sentence, for who cannot see it."""
+        """The picture in words, for screen readers."""
         if not self.plans:
             return "The frontier has no points."
         lightest, fastest = self.plans[0], self.plans[-1]
@@ -164,14 +164,14 @@ def _padded(values: Sequence[float]) -> tuple[float, float]:
 
 
 def make_tradeoff(plan: ModelPlan) -> TradeoffPicture:
-    """Plans over the whole range of budgets, which takes several seconds for a thousand units."""
+    """Plans for the whole range of budgets, which takes several seconds for a thousand units."""
     profile = plan.profile
     recipes = recipes_by_hand(profile)
     return TradeoffPicture(plan, plans_beside(profile, recipes), recipes)
 
 
 def plans_beside(profile: Profile, recipes: Sequence[ByHand]) -> tuple[ModelPlan, ...]:
-    """The frontier, also at the recipes' own peaks: else a recipe could seem better than the best plan."""
+    """The frontier, with plans at the recipes' own peaks: without those, a recipe could look better than it."""
     peaks = [recipe.peak_bytes for recipe in recipes]
     if len(profile.units) <= _MANY_UNITS:
         found = [*frontier(profile), *frontier(profile, budgets=peaks)]
