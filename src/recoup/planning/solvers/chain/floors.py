@@ -16,17 +16,24 @@ import numpy as np
 
 from recoup.planning.solvers.chain.costs import ChainCosts, Ints, OptionCosts
 
-__all__ = ["NEVER", "ChainFloors"]
+__all__ = ["NEVER", "ChainFloors", "option_bytes"]
 
 #: More bytes than any budget, with room to add a few.
 NEVER = 1 << 62
+
+
+def option_bytes(costs: ChainCosts, option: OptionCosts, first: int, last: int) -> int:
+    """What the first unit of a part needs under an option (or to run from its input), whatever follows it."""
+    if first == last and option.is_direct:
+        return option.backward_bytes
+    return max(option.forward_bytes + int(costs.before_bytes[last]), option.backward_bytes)
 
 
 class ChainFloors:
     """For every part: the least bytes with which it can run, and those with which it keeps everything.
 
     ``least[h][s][t - s]`` and ``full[h][s][t - s]`` are those of the part s … t whose input is held (h is True) or not:
-    see NOTE [ Inputs that go ] in ``chain_costs``. ``right[t][s]`` is the least where it is not, plus the bytes of the
+    see NOTE [ Inputs that go ] in ``costs``. ``right[t][s]`` is the least where it is not, plus the bytes of the
     part's input, which whoever runs it as the right part pays.
     """
 
@@ -79,27 +86,21 @@ class ChainFloors:
                 left = self.least[True][first][:num_cuts]
                 by_cut = int(np.maximum(np.maximum(right, swept), left).min())
             for is_held in (True, False) if costs.frees[first] else (True,):
-                options = costs.options(last, is_held=is_held).of[first]
-                by_option = min(self._option_floor(option, first, last) for option in options)
-                self.least[is_held][first][num_cuts] = min(by_cut, by_option)
-                self.full[is_held][first][num_cuts] = self._full(first, last, is_held=is_held)
+                options = costs.options(last, is_held=is_held)
+                by_option = [
+                    self._with_option(option, first, last, self.least) for option in options.of[first]
+                ]
+                self.least[is_held][first][num_cuts] = min(by_cut, *by_option)
+                fastest = (options.fastest if num_cuts else options.closing)[first]
+                self.full[is_held][first][num_cuts] = self._with_option(fastest, first, last, self.full)
             self.right[last][first] = self.least[False][first][num_cuts] + input_bytes
 
-    def _option_floor(self, option: OptionCosts, first: int, last: int) -> int:
-        """The least bytes if unit ``first`` keeps everything under an option (or runs from its input)."""
-        if first == last and option.is_direct:
-            return option.backward_bytes
-        own = max(option.forward_bytes + int(self.costs.before_bytes[last]), option.backward_bytes)
+    def _with_option(
+        self, option: OptionCosts, first: int, last: int, table: tuple[list[Ints], list[Ints]]
+    ) -> int:
+        """The bytes of a part whose first unit runs under an option, and whose rest takes what a table says."""
+        own = option_bytes(self.costs, option, first, last)
         if first == last:
             return own
-        rest = int(self.least[option.holds_output][first + 1][last - first - 1])
-        return max(own, option.kept_bytes + rest)
-
-    def _full(self, first: int, last: int, *, is_held: bool) -> int:
-        options = self.costs.options(last, is_held=is_held)
-        if first == last:
-            return self._option_floor(options.closing[first], first, last)
-        option = options.fastest[first]
-        own = max(option.forward_bytes + int(self.costs.before_bytes[last]), option.backward_bytes)
-        rest = int(self.full[option.holds_output][first + 1][last - first - 1])
+        rest = int(table[option.holds_output][first + 1][last - first - 1])
         return max(own, option.kept_bytes + rest)

@@ -46,7 +46,7 @@ def sweep(first: int, cut: int) -> list[Action]:
 
 
 def as_schedule(costs: ChainCosts, actions: Iterable[Action]) -> Schedule:
-    """Actions without those of the end: see NOTE [ The end ] in ``chain_costs``."""
+    """Actions without those of the end: see NOTE [ The end ] in ``costs``."""
     return Schedule(action for action in actions if action.unit < costs.num_units - 1)
 
 
@@ -95,7 +95,7 @@ def _expand(table: ChainTable, part: _Part) -> list[_Part | Action]:
     """One decision: the actions and smaller parts that a part consists of."""
     first, last, level, is_held = part
     is_edge = level == _EDGE
-    decision = _decide_edge(table, part) if is_edge else _decide_level(table, part)
+    decision = _decide(table, part)
     if not is_edge and table.edges[is_held][first][last - first] < decision.seconds:
         return [part._replace(level=_EDGE)]
     num_bytes = int(table.floors.least[is_held][first][last - first])
@@ -125,44 +125,22 @@ def _expand(table: ChainTable, part: _Part) -> list[_Part | Action]:
     return [forward, rest, backward]
 
 
-def _decide_edge(table: ChainTable, part: _Part) -> _Decision:
-    first, last, _, is_held = part
-    num_bytes = int(table.floors.least[is_held][first][last - first])
-    options = table.option_seconds(first, last, num_bytes, is_held=is_held)
-    best = _Decision(min(options), options.index(min(options)), 0)
-    if first < last:
-        cuts = table.cut_seconds(first, last, num_bytes, table.costs.sweep_needs(first))
-        index = int(cuts.argmin())
-        if cuts[index] < best.seconds:
-            best = _Decision(float(cuts[index]), 0, first + 1 + index)
-    return best
-
-
-def _decide_level(table: ChainTable, part: _Part) -> _Decision:
+def _decide(table: ChainTable, part: _Part) -> _Decision:
+    """The decision behind a part's seconds; of equal ones an option goes before a cut."""
     first, last, level, is_held = part
-    options = [
-        _option_at_level(table, part, option)
-        for option in table.costs.options(last, is_held=is_held).of[first]
-    ]
+    swept, cuts = table.costs.sweep_needs(first), np.empty(0)
+    if level == _EDGE:
+        num_bytes = int(table.floors.least[is_held][first][last - first])
+        options = table.option_seconds(first, last, num_bytes, is_held=is_held)
+        if first < last:
+            cuts = table.cut_seconds(first, last, num_bytes, swept)
+    else:
+        own = table.costs.options(last, is_held=is_held).of[first]
+        rows = [table.option_row(first, last, option, level, level + 1)[1] for option in own]
+        options = [float(row[0]) if row.size else float("inf") for row in rows]
+        if first < last:
+            cuts = table.cut_rows(first, last, level, level + 1, swept)[:, 0] - table.costs.start_s[first]
     best = _Decision(min(options), options.index(min(options)), 0)
-    if first < last:
-        num_cuts = last - first
-        seconds = table.rows[True][first][:num_cuts, level] + table.right[last][first + 1 :, level]
-        needed = table.costs.sweep_needs(first)[:num_cuts] + table.costs.before_bytes[last]
-        seconds = np.where(table.levels(needed) <= level, seconds - table.costs.start_s[first], np.inf)
-        index = int(seconds.argmin())
-        if seconds[index] < best.seconds:
-            best = _Decision(float(seconds[index]), 0, first + 1 + index)
+    if cuts.size and cuts.min() < best.seconds:
+        best = _Decision(float(cuts.min()), 0, first + 1 + int(cuts.argmin()))
     return best
-
-
-def _option_at_level(table: ChainTable, part: _Part, option: OptionCosts) -> float:
-    first, last, level, _ = part
-    needed = max(option.forward_bytes + int(table.costs.before_bytes[last]), option.backward_bytes)
-    if first == last:
-        needed = option.backward_bytes if option.is_direct else needed
-        return option.closing_s if table.level(needed) <= level else float("inf")
-    shift = max(table.level(option.kept_bytes), 0)
-    if table.level(needed) > level or level < shift:
-        return float("inf")
-    return option.total_s + float(table.rest(first, last, option)[level - shift])

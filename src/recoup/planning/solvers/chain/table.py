@@ -21,7 +21,7 @@ from enum import Enum
 import numpy as np
 
 from recoup.planning.solvers.chain.costs import ChainCosts, Floats, Ints, OptionCosts
-from recoup.planning.solvers.chain.floors import ChainFloors
+from recoup.planning.solvers.chain.floors import ChainFloors, option_bytes
 
 __all__ = ["ChainTable", "Floats", "Rounding"]
 
@@ -43,7 +43,7 @@ class ChainTable:
 
     Attributes:
         rows: ``rows[h][s][t - s]`` for the part s … t whose input is held (h is True) or not: see NOTE [ Inputs
-            that go ] in ``chain_costs``. Both are the same array where no option of s frees its input.
+            that go ] in ``costs``. Both are the same array where no option of s frees its input.
         edges: seconds of the same parts at exactly their least bytes (only when rounding up).
     """
 
@@ -115,9 +115,13 @@ class ChainTable:
         high = self.saturation(first, last, is_held=is_held)
         row[high:] = self.costs.options(last, is_held=is_held).full_s(first, last)
         if low < high:
-            self._fill_options(first, last, row, low, high, is_held=is_held)
+            for option in self.costs.options(last, is_held=is_held).of[first]:
+                start, seconds = self.option_row(first, last, option, low, high)
+                np.minimum(row[start:high], seconds, out=row[start:high])
             if num_cuts:
-                self._fill_cuts(first, last, row, low, high, swept)
+                best = np.minimum.reduce(self.cut_rows(first, last, low, high, swept), axis=0)
+                best -= self.costs.start_s[first]
+                np.minimum(row[low:high], best, out=row[low:high])
         if self.rounding is Rounding.UP:
             edges[num_cuts] = self._edge(first, last, swept, is_held=is_held)
             np.minimum(row[low:], edges[num_cuts], out=row[low:])
@@ -150,36 +154,30 @@ class ChainTable:
             least_s = full_s if self.costs.fastest_is_least else 0.0
         return np.concatenate([rest[excess:], np.full(min(excess, rest.size), least_s)])
 
-    def _fill_options(
-        self, first: int, last: int, row: Floats, low: int, high: int, *, is_held: bool
-    ) -> None:
-        """Unit ``first`` keeps everything under one of its options."""
-        before = int(self.costs.before_bytes[last])
-        for option in self.costs.options(last, is_held=is_held).of[first]:
-            needed = max(option.forward_bytes + before, option.backward_bytes)
-            if first == last:
-                row_from = max(self.level(option.backward_bytes if option.is_direct else needed), low)
-                np.minimum(row[row_from:high], option.closing_s, out=row[row_from:high])
-                continue
-            shift = max(self.level(option.kept_bytes), 0)
-            row_from = max(self.level(needed), low, shift)
-            if row_from < high:
-                seconds = self.rest(first, last, option)[row_from - shift : high - shift] + option.total_s
-                np.minimum(row[row_from:high], seconds, out=row[row_from:high])
+    def option_row(
+        self, first: int, last: int, option: OptionCosts, low: int, high: int
+    ) -> tuple[int, Floats]:
+        """Unit ``first`` keeps everything under an option: the level from which that fits, and seconds from there."""
+        needed = self.level(option_bytes(self.costs, option, first, last))
+        shift = max(self.level(option.kept_bytes), 0) if first < last else 0
+        start = min(max(needed, low, shift), high)
+        if first == last:
+            return start, np.full(high - start, option.closing_s)
+        return start, self.rest(first, last, option)[start - shift : high - shift] + option.total_s
 
-    def _fill_cuts(self, first: int, last: int, row: Floats, low: int, high: int, swept: Ints) -> None:
-        """Units up to a cut run forward and keep nothing; the cut's output is a checkpoint."""
-        rows, num_cuts = self.rows[True][first], last - first
+    def cut_rows(self, first: int, last: int, low: int, high: int, swept: Ints) -> Floats:
+        """Seconds of every cut, up to which units run forward and keep nothing, plus ``start_s`` of the first unit."""
+        num_cuts = last - first
         buffer = self._buffer[:num_cuts, : high - low]
-        np.add(rows[:num_cuts, low:high], self.right[last][first + 1 :, low:high], out=buffer)
+        np.add(
+            self.rows[True][first][:num_cuts, low:high], self.right[last][first + 1 :, low:high], out=buffer
+        )
         # Parts that fit nearly always leave room for the sweep, so there is seldom anything to rule out.
         needed = self.levels(swept[:num_cuts] + self.costs.before_bytes[last])
         if needed[-1] > low:
             for index in np.flatnonzero(needed > low):
                 buffer[index, : int(needed[index]) - low] = np.inf
-        best = np.minimum.reduce(buffer, axis=0)
-        best -= self.costs.start_s[first]
-        np.minimum(row[low:high], best, out=row[low:high])
+        return buffer
 
     # Edges: exact bytes, one number for each part
 
@@ -201,18 +199,15 @@ class ChainTable:
 
     def option_seconds(self, first: int, last: int, num_bytes: int, *, is_held: bool) -> list[float]:
         """Seconds of a part for each option of its first unit, with exactly ``num_bytes``."""
-        before = int(self.costs.before_bytes[last])
         seconds = []
         for option in self.costs.options(last, is_held=is_held).of[first]:
-            needed = max(option.forward_bytes + before, option.backward_bytes)
-            if first == last and option.is_direct:
-                needed = option.backward_bytes
             value = float("inf")
-            if first == last and needed <= num_bytes:
+            if option_bytes(self.costs, option, first, last) <= num_bytes:
                 value = option.closing_s
-            elif needed <= num_bytes:
-                rest_bytes = num_bytes - option.kept_bytes
-                value = option.total_s + self.value(first + 1, last, rest_bytes, is_held=option.holds_output)
+                if first < last:
+                    rest_bytes = num_bytes - option.kept_bytes
+                    rest_s = self.value(first + 1, last, rest_bytes, is_held=option.holds_output)
+                    value = option.total_s + rest_s
             seconds.append(value)
         return seconds
 
