@@ -3,60 +3,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from planning.problems import equal_problem, random_problem
 
-from recoup.planning import Problem, simulate
-from recoup.planning.solvers.chain.costs import ChainCosts
-from recoup.planning.solvers.chain.floors import ChainFloors
+from recoup.planning import simulate
 from recoup.planning.solvers.chain.groups import group_chain
 from recoup.planning.solvers.chain.long import PreparedLongChain
 from recoup.planning.solvers.chain.prepared import PreparedChain
-from recoup.planning.solvers.chain.runs import Run, RunTable, find_run, read_run_schedule
-from recoup.planning.solvers.chain.table import ChainTable, Rounding
-
-
-@pytest.mark.parametrize("again_s", [0.0, 1.25])
-@pytest.mark.parametrize("parameter_gradient_bytes", [0, 1, 3])
-def test_parts_that_share_rows_equal_parts_that_do_not(parameter_gradient_bytes: int, again_s: float) -> None:
-    problem = equal_problem(14, parameter_gradient_bytes=parameter_gradient_bytes, again_s=again_s)
-    run = find_run(problem)
-    assert run == Run(1, 13)
-    check_shared_rows(problem, run)
-
-
-@pytest.mark.parametrize("once", [(13,), (0, 13), (0, 1, 12, 13), (0, 6, 13), range(1, 13)], ids=str)
-def test_parts_share_rows_beside_units_that_run_once(once: Collection[int]) -> None:
-    problem = equal_problem(14, parameter_gradient_bytes=1, once=once)
-    run = find_run(problem)
-    assert len({problem.units[index].runs_once for index in range(run.first, run.stop)}) == 1
-    check_shared_rows(problem, run)
-
-
-def check_shared_rows(problem: Problem, run: Run) -> None:
-    costs = ChainCosts(problem)
-    floors = ChainFloors(costs)
-    for rounding in Rounding:
-        # One byte a level: no rounding, so that only the recurrence is compared.
-        shared = RunTable(costs, run, level_bytes=1, num_levels=floors.full_bytes, rounding=rounding)
-        apart = ChainTable(costs, floors, level_bytes=1, num_levels=floors.full_bytes, rounding=rounding)
-        assert np.allclose(shared.whole_row, apart.whole_row, rtol=1e-12), rounding
-
-
-@pytest.mark.parametrize("once", [(), (0, 39), (0, 1, 5, 38, 39)], ids=str)
-@pytest.mark.parametrize("rounding", list(Rounding))
-def test_schedules_of_shared_rows_take_the_rows_seconds(rounding: Rounding, once: Collection[int]) -> None:
-    problem = equal_problem(40, scale=1009, parameter_gradient_bytes=1, once=once, again_s=1.25)
-    costs = ChainCosts(problem)
-    top = sum(option.kept_bytes for option in costs.first_options.fastest)
-    table = RunTable(costs, find_run(problem), level_bytes=top // 150, num_levels=150, rounding=rounding)
-    levels = [level for level in range(151) if table.whole_row[level] < float("inf")]
-    for level in levels[::7]:
-        result = simulate(problem, read_run_schedule(table, level))
-        assert result.seconds == pytest.approx(float(table.whole_row[level]), rel=1e-9)
-        if rounding is Rounding.UP:
-            assert result.peak_bytes - problem.input_bytes <= level * table.level_bytes
 
 
 def test_units_that_run_once_are_groups_apart() -> None:
@@ -116,11 +69,6 @@ def test_long_equal_chains_are_monotone_and_bounded(once: Collection[int]) -> No
 def test_the_usual_model_of_a_thousand_blocks() -> None:
     problem = equal_problem(1002, scale=1009, parameter_gradient_bytes=1, once=(0, 1001))
     prepared = PreparedLongChain(problem, time_limit_s=1.0)
-    assert prepared.run == Run(1, 1001)
-    # Parts that start at the head and end in the run can never be run, and cost nothing.
-    assert prepared.run.num_kinds(prepared.costs) == 2
-    # Parts in the run, from the head, to the loss, and to the end behind it.
-    assert prepared.run.num_kinds(ChainCosts(equal_problem(1002))) == 4
     low, high = prepared.smallest_bytes, prepared.suggested_budgets()[-1]
     seconds = []
     for budget_bytes in (low, low + (high - low) // 20, (low + high) // 2, high):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
+from recoup.planning.simulate import simulate
 from recoup.planning.solvers.base import PERSISTENT_SCHEDULES, Bound, Candidate, Prepared
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain.costs import ChainCosts
 from recoup.planning.solvers.chain.floors import ChainFloors
-from recoup.planning.solvers.chain.grid import Grid, Scan
+from recoup.planning.solvers.chain.grid import Grid
 from recoup.planning.solvers.chain.readout import as_schedule, keep_everything, read_schedule
 from recoup.planning.solvers.chain.table import ChainTable, Floats, Rounding
 
 __all__ = ["PreparedChain"]
 
 _TIE = 1e-12
+_HIGHER_LEVELS, _UNITS_A_LEVEL = 4, 32
 
 
 class PreparedChain(Prepared):
@@ -49,7 +51,7 @@ class PreparedChain(Prepared):
         self.edge = Grid(least + (full - least) // 64, num_levels=num_levels)
         self._tables: dict[tuple[Grid, Rounding], ChainTable] = {}
         self._bounds: dict[Grid, tuple[int, Floats]] = {}
-        self._scans = {grid: Scan(self, grid) for grid in (self.whole, self.near)}
+        self._read: dict[tuple[Grid, int], tuple[int, Schedule]] = {}
 
     @property
     def smallest_bytes(self) -> int:
@@ -77,10 +79,10 @@ class PreparedChain(Prepared):
         seconds, schedule = float("inf"), None
         grid = self.near if num_bytes < self.near.top_bytes else self.whole
         if grid is self.whole:
-            seconds, schedule = self._scans[self.whole].best(num_bytes)
+            seconds, schedule = self._scan(self.whole, num_bytes)
         clamped = min(num_bytes, self.near.top_bytes)
         if schedule is None or seconds > self._bound_seconds(clamped, grid) * (1 + _TIE):
-            found_s, found = self._scans[self.near].best(clamped)
+            found_s, found = self._scan(self.near, clamped)
             if found_s < seconds:
                 seconds, schedule = found_s, found
         clamped = min(num_bytes, self.edge.top_bytes)
@@ -112,10 +114,29 @@ class PreparedChain(Prepared):
             )
         return self._tables[key]
 
-    def read(self, grid: Grid, level: int) -> Schedule:
-        """The schedule of a level of the table rounded to the nearest."""
+    def _scan(self, grid: Grid, num_bytes: int) -> tuple[float, Schedule | None]:
+        """Seconds and schedule of the highest level whose schedule fits, by simulation; ``None`` if none does.
+
+        Rows fall with the level, so the highest level that fits is the best; and more bytes can only make higher
+        levels fit. So the answers are monotone, whatever the rounding did. A schedule may need less than its level
+        says, by rounding errors that grow with the number of units: the search begins so much higher.
+        """
         table = self.table(grid, Rounding.NEAREST)
-        return read_schedule(table, level * table.level_bytes)
+        row, num_units = table.whole_row, self.problem.num_units
+        # A fixed choice of levels: reading all those of a long chain would take longer than solving it.
+        stride = 1 + table.num_levels * num_units // 400_000
+        higher = _HIGHER_LEVELS + num_units // _UNITS_A_LEVEL
+        level = min(num_bytes // table.level_bytes + higher, table.num_levels) // stride * stride
+        while level >= 0 and row[level] < float("inf"):
+            if (grid, level) not in self._read:
+                schedule = read_schedule(table, level * table.level_bytes)
+                peak_bytes = simulate(self.problem, schedule).peak_bytes - self.fixed_bytes
+                self._read[grid, level] = peak_bytes, schedule
+            peak_bytes, schedule = self._read[grid, level]
+            if peak_bytes <= num_bytes:
+                return float(row[level]), schedule
+            level -= stride
+        return float("inf"), None
 
     def _bound_seconds(self, num_bytes: int, grid: Grid) -> float:
         """What a grid's table rounded down proves, or the relaxation where that is more."""

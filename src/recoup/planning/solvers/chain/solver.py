@@ -13,14 +13,13 @@ Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for hete
 RR-9302, 2019; ACM TOMS 2024); options per unit as in Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont:
 Rockmate (ICML 2023). Departures: the sweep to a cut needs room only for the units it runs; parameter
 gradients appear as the backward proceeds; the last output's gradient appears only after the last forward,
-and a sweep may run over the last unit too (NOTE [ The end ] in ``chain_costs``); an option that needs only
+and a sweep may run over the last unit too (NOTE [ The end ] in ``costs``); an option that needs only
 its input runs without a forward of its own; feasibility is exact in bytes at any level size
-(``chain_floors``); a table rounded down proves a bound, and one rounded to the nearest finds better
-schedules than the one rounded up, each checked by simulation (NOTE [ Levels ] in ``chain_table``); units
-that run once are never swept over (NOTE [ Units that run once ] in ``chain_floors``); an option may cost
-more where its unit has run before (NOTE [ First and further runs ] in ``chain_costs``). Long chains are
-planned in groups (``chain_groups``) and, where most units are equal, by parts that share rows
-(``chain_runs``).
+(``floors``); a table rounded down proves a bound, and one rounded to the nearest finds better
+schedules than the one rounded up, each checked by simulation (NOTE [ Levels ] in ``table``); units
+that run once are never swept over (NOTE [ Units that run once ] in ``floors``); an option may cost
+more where its unit has run before (NOTE [ First and further runs ] in ``costs``). Long chains are planned in
+groups (``groups``).
 """
 
 from __future__ import annotations
