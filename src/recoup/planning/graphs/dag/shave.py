@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recoup.planning.graphs import OrderedGraph
+from recoup.planning.graphs.dag.profile import Profile
 
 __all__ = ["shaved_order"]
 
@@ -40,11 +41,12 @@ def shaved_order(
     smallest = min((seconds for seconds in graph.compute_s if seconds > 0), default=1.0)
     order = list(range(len(graph)))
     for _ in range(2 * len(graph) + 1):
-        profile = _Profile(graph, order, budget_bytes)
-        if profile.excess_at_most_zero:
+        profile = Profile(graph, order)
+        over = profile.live - budget_bytes
+        if over.max(initial=-1) <= 0:
             return order
         best: tuple[float, int, int] | None = None
-        for op, place, gain in profile.candidates():
+        for op, place, gain in _candidates(profile, over):
             worth = gain / (graph.compute_s[op] + smallest * 1e-3) ** seconds_power
             worth *= 1.0 if rng is None else 0.5 + rng.random()
             if best is None or worth > best[0]:
@@ -55,73 +57,39 @@ def shaved_order(
     return None
 
 
-class _Profile:
-    """Live bytes over the budget at each step of an order, and what each copy is waiting for."""
+def _candidates(profile: Profile, over: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """(operation, place of its repeat, bytes over the budget that it takes off), only where it does."""
+    peak = int(over.argmax())
+    found = []
+    for start in range(peak):
+        if profile.end(start) <= peak or not profile.size(start):
+            continue
+        uses = profile.uses[start]
+        index = bisect_right(uses, peak)
+        before = uses[index - 1] if index else start
+        if before == peak:
+            continue
+        op = profile.order[start]
+        gain = _gain(profile, over, op, before=before, place=uses[index])
+        if gain > 0:
+            found.append((op, uses[index], gain))
+    return found
 
-    def __init__(self, graph: OrderedGraph, order: list[int], budget_bytes: int) -> None:
-        self._graph, self._order = graph, order
-        self._uses: list[list[int]] = [[] for _ in order]
-        self._sources: list[tuple[int, ...]] = []
-        self._copies: list[list[int]] = [[] for _ in range(len(graph))]
-        latest = [0] * len(graph)
-        for position, op in enumerate(order):
-            sources = tuple(latest[value] for value in graph.inputs[op])
-            self._sources.append(sources)
-            for source in sources:
-                self._uses[source].append(position)
-            latest[op] = position
-            self._copies[op].append(position)
-        change = np.zeros(len(order) + 1, dtype=np.int64)
-        for position, op in enumerate(order):
-            change[position] += graph.value_bytes[op]
-            change[self._end(position) + 1] -= graph.value_bytes[op]
-        self._over: NDArray[np.int64] = np.cumsum(change)[:-1] - budget_bytes
 
-    @property
-    def excess_at_most_zero(self) -> bool:
-        """Whether every step fits."""
-        return bool(self._over.max(initial=-1) <= 0)
-
-    def candidates(self) -> list[tuple[int, int, int]]:
-        """(operation, place of its repeat, bytes over the budget that it takes off), only where it does."""
-        peak = int(self._over.argmax())
-        found = []
-        for start in range(peak):
-            op = self._order[start]
-            if self._end(start) <= peak or not self._graph.value_bytes[op]:
-                continue
-            uses = self._uses[start]
-            index = bisect_right(uses, peak)
-            before = uses[index - 1] if index else start
-            if before == peak:
-                continue
-            gain = self._gain(op, before, uses[index])
-            if gain > 0:
-                found.append((op, uses[index], gain))
-        return found
-
-    def _end(self, position: int) -> int:
-        uses = self._uses[position]
-        return uses[-1] if uses else position
-
-    def _gain(self, op: int, before: int, place: int) -> int:
-        """What leaving a value out after step ``before`` and repeating it before step ``place`` takes off."""
-        sizes = self._graph.value_bytes
-        first = before + 1
-        sources = [
-            self._copies[value][bisect_right(self._copies[value], place - 1) - 1]
-            for value in self._graph.inputs[op]
-        ]
-        ends = [(self._end(source), sizes[self._order[source]]) for source in sources]
-        first = min([first, *(end + 1 for end, _ in ends)])
-        old = self._over[first:place]
-        new = old.copy()
-        new[before + 1 - first :] -= sizes[op]
-        longer = 0
-        for end, size in ends:
-            if end < place:
-                new[end + 1 - first :] += size
-                longer += size
-        # The repeat's own step: what step ``place`` holds but its result, and the inputs kept for the repeat.
-        step = int(self._over[place]) - sizes[self._order[place]] + longer
-        return int(np.maximum(old, 0).sum() - np.maximum(new, 0).sum()) - max(step, 0)
+def _gain(profile: Profile, over: NDArray[np.int64], op: int, *, before: int, place: int) -> int:
+    """What leaving a value out after step ``before`` and repeating it before step ``place`` takes off."""
+    copies = [profile.copies[value] for value in profile.graph.inputs[op]]
+    sources = [own[bisect_right(own, place - 1) - 1] for own in copies]
+    ends = [(profile.end(source), profile.size(source)) for source in sources]
+    first = min([before + 1, *(end + 1 for end, _ in ends)])
+    old = over[first:place]
+    new = old.copy()
+    new[before + 1 - first :] -= profile.graph.value_bytes[op]
+    longer = 0
+    for end, size in ends:
+        if end < place:
+            new[end + 1 - first :] += size
+            longer += size
+    # The repeat's own step: what step ``place`` holds but its result, and the inputs kept for the repeat.
+    step = int(over[place]) - profile.size(place) + longer
+    return int(np.maximum(old, 0).sum() - np.maximum(new, 0).sum()) - max(step, 0)

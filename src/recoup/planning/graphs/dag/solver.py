@@ -2,14 +2,14 @@
 
 From quick to exact, each step with the best so far in hand:
 
-1. ``first``: the offline next-use greedy (``dag_greedy``), pruned (``dag_prune``); for graphs up to 400
-   operations, and where it finds nothing, also peak shaving (``dag_shave``), which is better on wide graphs;
+1. ``first``: the offline next-use greedy (``greedy``), pruned (``prune``); for graphs up to 400
+   operations, and where it finds nothing, also peak shaving (``shave``), which is better on wide graphs;
 2. ``search``: both again with random weights, and for graphs up to 400 operations annealing over orders
-   (``dag_search``);
-3. ``exact``: for graphs up to 128 operations Checkmate's integer program on HiGHS (``dag_milp``), cut off
+   (``search``);
+3. ``exact``: for graphs up to 128 operations Checkmate's integer program on HiGHS (``milp``), cut off
    at the best so far, until it proves it or improves on it.
 
-Two lower bounds come with every plan: one for every schedule (``dag_bound``) and one for staged schedules,
+Two lower bounds come with every plan: one for every schedule (``bound``) and one for staged schedules,
 the class of the integer program. The work of each step is counted, not timed, so that the same input gives
 the same plan; only where the time limit cuts a step short can the plan depend on the machine.
 """
@@ -56,7 +56,7 @@ class DagPlan:
         peak_bytes: its simulated peak.
         compute_s: its simulated seconds.
         bound_s: no schedule at all within the budget takes fewer seconds.
-        staged_bound_s: no staged schedule (see ``dag_milp``) within the budget takes fewer seconds.
+        staged_bound_s: no staged schedule (see ``milp``) within the budget takes fewer seconds.
         solver: the step that found it: "plain", "greedy", "shave", "search" or "program".
     """
 

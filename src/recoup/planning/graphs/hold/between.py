@@ -2,7 +2,7 @@
 
 A limit between two corners asks for a set that no price makes best. At the price where the hull passes the
 limit, nearly everything is decided on both sides of it; what a range of prices around it leaves open
-(``Choice.narrowed``) is the core (as in knapsack codes: Balas and Zemel, "An algorithm for large zero-one
+(``PricedCut.narrowed``) is the core (as in knapsack codes: Balas and Zemel, "An algorithm for large zero-one
 knapsack problems", Operations Research 1980). The integer program is solved on the core alone. If the core
 is the whole problem, its answer is the optimum; if not, the hull bounds what may have been missed.
 """
@@ -14,8 +14,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from recoup.planning.graphs.hold.choice import Choice
 from recoup.planning.graphs.hold.cut import NodeSet
+from recoup.planning.graphs.hold.priced_cut import PricedCut
 from recoup.planning.program import Program
 
 __all__ = ["Core", "best_within"]
@@ -38,31 +38,31 @@ class Core:
 
 
 def best_within(
-    choice: Choice, *, limit_bytes: int, price: Fraction, known: NodeSet, time_limit_s: float
+    cut: PricedCut, *, limit_bytes: int, price: Fraction, known: NodeSet, time_limit_s: float
 ) -> Core:
-    """Looks for a set with at most ``limit_bytes`` (in the choice's own count) that is faster than ``known``.
+    """Looks for a set with at most ``limit_bytes`` (in the cut's own count) that is faster than ``known``.
 
     Args:
-        choice: the whole problem.
+        cut: the whole problem.
         limit_bytes: at most this many bytes.
         price: nanoseconds a byte where the hull passes the limit.
         known: a set within the limit.
         time_limit_s: for the integer program.
     """
-    size = len(choice.nodes)
+    size = len(cut.nodes)
     sure, maybe = np.zeros(size, dtype=bool), np.ones(size, dtype=bool)
     for width in _WIDTHS:
         if int((maybe & ~sure).sum()) <= _MAX_CORE:
             break
-        sure, maybe = choice.narrowed(np.array([float(price / width)]), np.array([float(price * width)]))
+        sure, maybe = cut.narrowed(np.array([float(price / width)]), np.array([float(price * width)]))
     open_ = maybe & ~sure
     if not 0 < int(open_.sum()) <= 4 * _MAX_CORE:
         return Core(chosen=None, bound_ns=None)
-    core = choice.without(sure, maybe)
+    core = cut.without(sure, maybe)
     decided = sure | (known & open_)
-    whole_bytes, whole_ns = (int(cost[0]) for cost in choice.costs(decided, num_parts=1))
+    whole_bytes, whole_ns = (int(cost[0]) for cost in cut.costs(decided, num_parts=1))
     core_bytes, core_ns = (int(cost[0]) for cost in core.costs(known[open_], num_parts=1))
-    known_ns = int(choice.costs(known, num_parts=1)[1][0])
+    known_ns = int(cut.costs(known, num_parts=1)[1][0])
     chosen, bound = _solve(
         core,
         free_bytes=limit_bytes - (whole_bytes - core_bytes),
@@ -77,7 +77,7 @@ def best_within(
 
 
 def _solve(
-    core: Choice, *, free_bytes: int, known_ns: int, time_limit_s: float
+    core: PricedCut, *, free_bytes: int, known_ns: int, time_limit_s: float
 ) -> tuple[NodeSet | None, float | None]:
     """The integer program of NOTE [ Hold or recompute as a cut ] with the bytes as a constraint."""
     if known_ns < 0:

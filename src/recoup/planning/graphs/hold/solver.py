@@ -4,7 +4,7 @@
 a hold set that is best at some price of a byte, and no hold set lies below the hull. ``hold_plan`` gives a
 plan for one limit in bytes, which may lie between two corners, with a lower bound.
 
-See ``graph_choice`` for the cut and its proof, ``graph_hull`` for the search over prices, ``graph_between``
+See ``priced_cut`` for the cut and its proof, ``hull`` for the search over prices, ``between``
 for limits between corners. What is *not* modelled here: the peak while the backward recomputes. Use it
 inside a unit, where replay is local, or give the ordered graph to :mod:`recoup.planning.graphs.dag`.
 """
@@ -24,8 +24,8 @@ from recoup.errors import BudgetError, GraphError
 from recoup.planning.checks import check_seconds
 from recoup.planning.graphs import OpGraph, evaluate_held
 from recoup.planning.graphs.hold.between import best_within
-from recoup.planning.graphs.hold.choice import Choice, choice_of
 from recoup.planning.graphs.hold.hull import switches
+from recoup.planning.graphs.hold.priced_cut import PricedCut, priced_cut
 from recoup.sizes import format_bytes, parse_bytes
 
 __all__ = ["HoldFrontier", "HoldPlan", "HoldPoint", "hold_frontier", "hold_plan", "hold_plans"]
@@ -132,10 +132,10 @@ def hold_frontier(graph: OpGraph) -> HoldFrontier:
     >>> frontier.held(1)
     (3,)
     """
-    choice = choice_of(graph)
-    first, changes = switches(choice)
+    cut = priced_cut(graph)
+    first, changes = switches(cut)
     num_ops = len(graph.operations)
-    start = tuple(node for node in choice.nodes[first].tolist() if node < num_ops)
+    start = tuple(node for node in cut.nodes[first].tolist() if node < num_ops)
     cost = evaluate_held(graph, held=_held_with(graph, start))
     size, nanoseconds = cost.held_bytes, round(cost.recompute_s * 1e9)
     points = [HoldPoint(size, nanoseconds / 1e9, start)]
@@ -223,14 +223,14 @@ def _improved(
     graph: OpGraph, plan: HoldPlan, *, frontier: HoldFrontier, index: int, time_limit_s: float
 ) -> HoldPlan:
     """Looks for a better plan than the corner, between it and the one before."""
-    choice = choice_of(graph)
+    cut = priced_cut(graph)
     above, below = frontier.points[index - 1], frontier.points[index]
     added = round(below.recompute_s * 1e9) - round(above.recompute_s * 1e9)
-    known = _chosen_of(choice, graph, plan.recomputed)
-    own_bytes = int(choice.costs(known, num_parts=1)[0][0])
+    known = _chosen_of(cut, graph, plan.recomputed)
+    own_bytes = int(cut.costs(known, num_parts=1)[0][0])
     core = best_within(
-        choice,
-        # The choice leaves out what must be held anyway.
+        cut,
+        # The cut leaves out what must be held anyway.
         limit_bytes=plan.limit_bytes - (plan.held_bytes - own_bytes),
         price=Fraction(added, above.held_bytes - below.held_bytes),
         known=known,
@@ -242,7 +242,7 @@ def _improved(
         bound_s = max(bound_s, core.bound_ns * (1 - 1e-7) / 1e9)
     best = replace(plan, bound_s=min(bound_s, plan.recompute_s))
     if core.chosen is not None:
-        again = tuple(node for node in choice.nodes[core.chosen].tolist() if node < len(graph.operations))
+        again = tuple(node for node in cut.nodes[core.chosen].tolist() if node < len(graph.operations))
         other = _plan_of(graph, again, limit=plan.limit_bytes, bound_s=bound_s, solver="program")
         # HiGHS works with tolerances: what it found counts only if exact evaluation agrees.
         if other.held_bytes <= plan.limit_bytes and other.recompute_s < plan.recompute_s:
@@ -273,10 +273,10 @@ def _held_with(graph: OpGraph, again: Iterable[int]) -> tuple[int, ...]:
 
 
 def _chosen_of(
-    choice: Choice, graph: OpGraph, again: Iterable[int]
+    cut: PricedCut, graph: OpGraph, again: Iterable[int]
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """The nodes of a set of replays: the operations, and the values that these read."""
     num_ops = len(graph.operations)
     rerun = set(again)
     inside = rerun | {num_ops + value for index in rerun for value in graph.operations[index].inputs}
-    return np.array([node in inside for node in choice.nodes.tolist()], dtype=bool)
+    return np.array([node in inside for node in cut.nodes.tolist()], dtype=bool)

@@ -8,7 +8,7 @@ rematerialization and offloading for training DNNs, POFO, NeurIPS 2021):
    ``select``'s integer program again, solved exactly. Almost for free, all that helps is swapped; as the
    price rises, recomputing or keeping takes over, unit by unit.
 2. *When.* A selection becomes a schedule by a rule that hides transfers as well as their order allows
-   (``spill_transfers``); waits for room or for a value cost what ``simulate`` says.
+   (``transfers``); waits for room or for a value cost what ``simulate`` says.
 3. Many prices and budgets give a pool of simulated schedules. An answer is the fastest of the pool that fits,
    or ``select``'s own answer without links if that is no slower. So more bytes never cost more seconds, and
    links never do harm.

@@ -27,7 +27,7 @@ traded at every price, in exact integers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,14 @@ from recoup.planning.lazy import LazyModule
 sparse: Any = LazyModule("scipy.sparse")
 csgraph: Any = LazyModule("scipy.sparse.csgraph")
 
-__all__ = ["Amounts", "Choice", "choice_of"]
+__all__ = ["Amounts", "PricedCut", "priced_cut"]
 
 Amounts = NDArray[np.int64]
 Prices = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class PricedCut:
     """Undecided nodes of the cut with their terms; see NOTE [ Hold or recompute as a cut ].
 
     Several independent parts, each with its own price, lie side by side, so that one flow serves them all.
@@ -132,7 +132,7 @@ class Choice:
         maybe = self._capacities(_up(self.left_bytes * high * at_node) + spread, right, pair_high)
         return network.smallest_cut(sure), network.largest_cut(maybe)
 
-    def without(self, sure: NodeSet, maybe: NodeSet) -> Choice:
+    def without(self, sure: NodeSet, maybe: NodeSet) -> PricedCut:
         """What is left to decide once ``sure`` is in and everything outside ``maybe`` is out."""
         open_ = maybe & ~sure
         left, right = self.left_bytes.copy(), self.right_bytes.copy()
@@ -144,7 +144,7 @@ class Choice:
         number = np.cumsum(open_, dtype=np.int32) - 1
         inner = open_[value] & open_[op]
         wants = open_[self.wants[:, 0]] & open_[self.wants[:, 1]]
-        return Choice(
+        return PricedCut(
             nodes=self.nodes[open_],
             part=self.part[open_],
             left_bytes=left[open_],
@@ -155,7 +155,7 @@ class Choice:
             wants=number[self.wants[wants]],
         )
 
-    def taken_apart(self) -> tuple[Choice, Indices]:
+    def taken_apart(self) -> tuple[PricedCut, Indices]:
         """The same nodes with a part for each connected component, and the old part of each new one."""
         size = len(self.nodes)
         ends = np.concatenate([self.pairs, self.wants])
@@ -163,37 +163,18 @@ class Choice:
         num_parts, part = csgraph.connected_components(links, directed=False)
         former = np.zeros(num_parts, np.int32)
         former[part] = self.part
-        return self.relabelled(part.astype(np.int32)), former
+        return replace(self, part=part.astype(np.int32)), former
 
-    def relabelled(self, part: Indices) -> Choice:
-        """The same nodes in other parts."""
-        return Choice(
-            self.nodes,
-            part,
-            self.left_bytes,
-            self.right_bytes,
-            self.right_ns,
-            self.pairs,
-            self.pair_bytes,
-            self.wants,
-        )
-
-    def beside(self, other: Choice, *, num_parts: int) -> Choice:
-        """Both choices side by side; the other's parts are numbered on from ``num_parts``."""
+    def twice(self, *, num_parts: int) -> PricedCut:
+        """The same nodes two times side by side; the second ones' parts are numbered on from ``num_parts``."""
         size = len(self.nodes)
-
-        def join(mine: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
-            return np.concatenate([mine, theirs])
-
-        return Choice(
-            nodes=join(self.nodes, other.nodes),
-            part=join(self.part, other.part + np.int32(num_parts)),
-            left_bytes=join(self.left_bytes, other.left_bytes),
-            right_bytes=join(self.right_bytes, other.right_bytes),
-            right_ns=join(self.right_ns, other.right_ns),
-            pairs=join(self.pairs, other.pairs + np.int32(size)),
-            pair_bytes=join(self.pair_bytes, other.pair_bytes),
-            wants=join(self.wants, other.wants + np.int32(size)),
+        shifts = {"part": num_parts, "pairs": size, "wants": size}
+        columns = {item.name: getattr(self, item.name) for item in fields(self)}
+        return PricedCut(
+            **{
+                name: np.concatenate([column, column + column.dtype.type(shifts.get(name, 0))])
+                for name, column in columns.items()
+            }
         )
 
     def _network(self) -> Network:
@@ -219,12 +200,8 @@ def _up(values: NDArray[np.float64]) -> Amounts:
     return np.ceil(np.minimum(values, 2.0**29)).astype(np.int64)
 
 
-def choice_of(graph: OpGraph) -> Choice:
-    """Writes the whole problem down.
-
-    Raises:
-        GraphError: never; an :class:`OpGraph` is checked when it is made.
-    """
+def priced_cut(graph: OpGraph) -> PricedCut:
+    """Writes the whole problem down."""
     resident, needed = set(graph.resident), set(graph.needed) - set(graph.resident)
     num_ops = len(graph.operations)
     maker = {value: index for index, op in enumerate(graph.operations) for value in op.outputs}
@@ -250,7 +227,7 @@ def choice_of(graph: OpGraph) -> Choice:
     size = num_ops + len(number)
     right_bytes = np.zeros(size, np.int64)
     right_bytes[list(right)] = list(right.values())
-    whole = Choice(
+    whole = PricedCut(
         nodes=np.array([*range(num_ops), *(num_ops + value for value in number)], dtype=np.int32),
         part=np.zeros(size, np.int32),
         left_bytes=np.concatenate([left, np.zeros(len(number), np.int64)]),
