@@ -417,8 +417,8 @@ def main() -> None:
     print("\n".join(summary(rows)))
     path = options.output / f"predictions_{hardware(options.device)}_{datetime.date.today():%Y%m}.md"
     path.write_text(report(rows, options.device, truth), encoding="utf-8")
-    records = [asdict(row) for row in rows]
-    path.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    records = ",\n".join(json.dumps(asdict(row)) for row in rows)
+    path.with_suffix(".json").write_text(f"[\n{records}\n]\n", encoding="utf-8")
     print(f"\nwritten to {path.name}")
 
 
