@@ -1,4 +1,4 @@
-"""The primitive: functions, alone or in a row, forgotten in the forward and replayed in the backward."""
+"""The primitive: functions, alone or in a row, whose saved tensors are dropped and recomputed in the backward."""
 
 from recoup.checkpointing.api import Checkpoint, checkpoint, torch_checkpoint
 from recoup.checkpointing.describe import describe

@@ -79,7 +79,7 @@ _DEFAULT = Checkpoint()
 
 
 def checkpoint(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Runs ``fn(*args, **kwargs)``, forgets what it saved for the backward, and replays it there.
+    """Runs ``fn(*args, **kwargs)``, drops what it saved for the backward, and replays it there.
 
     All arguments belong to ``fn``; options live on `Checkpoint`. The gradients are those of the plain call, bit
     for bit where its operations are deterministic. Without grad mode, and in torch.func transforms, it is a plain call.
@@ -118,7 +118,7 @@ def torch_checkpoint(
         use_reentrant: accepted and ignored. There is one implementation, without reentrant backwards.
         context_fn: returns the contexts for the forward and for the replay, as torch's does.
         determinism_check: ``"default"`` compares metadata, and now and then contents; ``"none"`` nothing.
-        debug: accepted and ignored. Errors always say where the replay went astray.
+        debug: accepted and ignored. Errors always say where the replay differed.
         preserve_rng_state: as `Checkpoint.preserve_rng`.
         early_stop: as `Checkpoint.early_stop`.
         **kwargs: the function's keyword arguments.

@@ -30,7 +30,7 @@ class Arguments:
 
     Without saved-tensor hooks around the call the tensors are held as they are, and their version counters
     tell whether anyone changed them. With hooks around it (an enclosing checkpoint, ``save_on_cpu``) the
-    tensors go through those hooks, as anything saved there does: an enclosing checkpoint then forgets and
+    tensors go through those hooks, as anything saved there does: an enclosing checkpoint then drops and
     replays them too.
 
     If an argument has hooks after the forward, the replay gets tensors of its own: what the function registers on
@@ -108,8 +108,8 @@ class Arguments:
             return self._given  # type: ignore[no-any-return]
         return put_together(self._taken_apart(), held)  # type: ignore[no-any-return]
 
-    def put_together(self, rebuilt: Given, give: Callable[[Any], Tensor]) -> Given:
-        """The arguments for a replay, of which nothing comes from an earlier call."""
+    def put_together(self, rebuilt: Given, give: Callable[[Any], Tensor] | None) -> Given:
+        """The arguments for a replay; ``give`` gives what earlier calls returned."""
         return rebuilt
 
     def _taken_apart(self) -> Any:

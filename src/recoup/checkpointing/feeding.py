@@ -106,7 +106,7 @@ class FedArguments(Arguments):
         self._fed = []
         return changes_held or bool(self.changed_feeds)
 
-    def put_together(self, rebuilt: Given, give: Callable[[Feed], Tensor]) -> Given:
+    def put_together(self, rebuilt: Given, give: Callable[[Feed], Tensor] | None) -> Given:
         """Gives the arguments as they were: those from outside as rebuilt, the fed ones from this replay."""
         held, _ = rebuilt
         # One tensor that was given twice is one again: functions ask whether their key is their value.
@@ -117,7 +117,8 @@ class FedArguments(Arguments):
             for tensor, needs_grad in zip(held, self._outside.values(), strict=True)
         }
         tensors = {slot: fresh[id(tensor)] for tensor, slot in zip(held, self._outside, strict=True)}
-        tensors.update((slot, give(feed)) for slot, feed in self.feeds.items())
+        if give is not None:
+            tensors.update((slot, give(feed)) for slot, feed in self.feeds.items())
         return put_together(self._tree, [tensors[slot] for slot in range(len(tensors))])  # type: ignore[no-any-return]
 
     def path(self, index: int, names: list[str]) -> str:

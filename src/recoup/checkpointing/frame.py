@@ -2,7 +2,7 @@
 
 NOTE [ How a frame works ]
 
-1. In the forward, every tensor that autograd saves goes through `Frame.pack`, which notes its kind and lets go of it.
+1. In the forward, every tensor that autograd saves goes through `Frame.pack`, which notes its kind and drops it.
    What autograd keeps instead is the *record*, a small tuple that the frame's list also holds.
 2. The first `Segment.unpack` of a backward replays the function. Its saved tensors arrive in the same order; those that
    are still wanted are kept by their positions.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recoup.checkpointing import mismatch
+from recoup.checkpointing import mismatch, process_lock
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
 from recoup.checkpointing.digest import Digest, digest_of_saved, packed
@@ -39,10 +39,9 @@ from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Kind, Record, kind_of
 from recoup.checkpointing.reach import Reach
-from recoup.checkpointing.replay import Manner, Replayed, is_any_wanted, replay, run_for_output
+from recoup.checkpointing.replay import TO_END, Manner, Replayed, is_any_wanted, replay, run_for_output
 from recoup.checkpointing.sampling import is_due
 from recoup.checkpointing.state import FunctionState
-from recoup.checkpointing.turns import turn, turn_holder
 from recoup.errors import InputChangedError, RecoupError
 from recoup.tensors import each_tensor, put_together, take_apart
 
@@ -109,7 +108,7 @@ class Frame:
         self._results: list[Result] = []
         """What the call returned, where that may be compared."""
         self._outputs: tuple[Kind, ...] = ()
-        self._maker = turn_holder()
+        self._maker = process_lock.holder()
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
@@ -127,39 +126,21 @@ class Frame:
                 self._results = results_of(outputs)
         self.is_settled = True
 
-    def pack_hook(self) -> Callable[[Tensor], Record | Leaf]:
-        """What autograd calls for every tensor that it saves in the forward."""
-        if self._digests is not None:
-            return self._pack_with_digest
-        return self._pack if self._state is None else self._pack_beside_modules
-
-    def _pack(self, tensor: Tensor) -> Record | Leaf:
-        """Notes the kind of a saved tensor and lets go of it."""
-        records = self.records
-        position = len(records)
-        record = (self.first + position, kind_of(tensor))
-        records.append(record)
-        if tensor.is_leaf and tensor.requires_grad:
-            self.leaves[position] = tensor
-            return Leaf(record[0], tensor, tensor)
-        return record
-
-    def _pack_beside_modules(self, tensor: Tensor) -> Record | Leaf:
-        """As `_pack`; views of parameters, such as a transposed weight, are held like parameters."""
-        base = tensor._base
-        if base is None or not (base.is_leaf and base.requires_grad):
-            return self._pack(tensor)
+    def pack(self, tensor: Tensor) -> Record | Leaf:
+        """Autograd saves a tensor in the forward: notes its kind, and its content where that is compared."""
         position = len(self.records)
-        self.records.append((self.first + position, kind_of(tensor)))
-        self.leaves[position] = base
-        return Leaf(self.first + position, tensor.detach(), base)
-
-    def _pack_with_digest(self, tensor: Tensor) -> Record | Leaf:
-        """As `_pack_beside_modules`, and notes the content of what is let go."""
-        record = self._pack_beside_modules(tensor)
-        assert self._digests is not None
-        self._digests.append(None if isinstance(record, Leaf) else digest_of_saved(tensor))
-        return record
+        record = (self.first + position, kind_of(tensor))
+        self.records.append(record)
+        # Views of parameters, such as a transposed weight, are held like parameters.
+        base = None if self._state is None else tensor._base
+        owner = tensor if base is None else base
+        is_leaf = owner.is_leaf and owner.requires_grad
+        if self._digests is not None:
+            self._digests.append(None if is_leaf else digest_of_saved(tensor))
+        if not is_leaf:
+            return record
+        self.leaves[position] = owner
+        return Leaf(record[0], tensor if base is None else tensor.detach(), owner)
 
     def is_wanted(self) -> bool:
         """Whether anything that the call saved is still wanted."""
@@ -182,7 +163,7 @@ class Frame:
         replayed = self._run_as_then(args, kwargs, manner, comparison.note)
         if comparison.drifts(replayed[0]):
             args, kwargs = put_together(apart, tensors)
-            output = self._run_as_then(args, kwargs, Manner(to_end=True), comparison.note_again)[2]
+            output = self._run_as_then(args, kwargs, TO_END, comparison.note_again)[2]
             comparison.judge(self._results, results_of(list(each_tensor(output))))
         return replayed
 
@@ -195,7 +176,7 @@ class Frame:
             return self._run(args, kwargs, manner, compare)
         guard = None
         with ExitStack() as stack:
-            stack.enter_context(turn(self._maker))
+            stack.enter_context(process_lock.locked(self._maker))
             if self._state is not None:
                 self._state.enter(stack)
                 if stale := self._state.stale():

@@ -1,4 +1,4 @@
-"""Which calls of a span its replay forgets again."""
+"""Which calls of a span are checkpointed again within its replay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Group", "check_groups"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Calls ``first`` to ``last`` of a span, numbered from 0, and the groups that their own replay forgets again.
+    """Calls ``first`` to ``last`` of a span, numbered from 0, and the groups inside them.
 
     >>> 2 in Group(1, 3)
     True

@@ -31,7 +31,7 @@ _DEEPEST = 40
 _REACHED = (Module, Tensor, Generator)
 # Nothing that a replay could find changed; most globals that a function names are of these kinds.
 _FIXED = (ModuleType, type, BuiltinFunctionType, int, float, str)
-_SEQUENCES = (list, tuple, deque, set, frozenset)
+_CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 
 
 class Reach:
@@ -66,10 +66,10 @@ class Reach:
             self._find_helper(method)
 
     def add_attribute(self, name: str, value: Any) -> None:
-        """Follows an attribute of a module; objects of libraries, such as a trainer, lead too far."""
+        """Follows a module's attribute, but not objects of libraries: a trainer, say, leads too far."""
         if isinstance(value, FunctionType):
             self._find_helper(value)
-        elif isinstance(value, (_SEQUENCES, dict, *_REACHED)) or is_own(type(value)):
+        elif isinstance(value, (*_CONTAINERS, *_REACHED)) or is_own(type(value)):
             self._find(name, value)
 
     def _find(self, name: str, value: Any) -> None:
@@ -125,7 +125,7 @@ class Reach:
             elif not isinstance(value, (ModuleType, type, BuiltinFunctionType)):
                 if binds:
                     self.bindings.append((GlobalName(known, name), value))
-                if isinstance(value, (*_REACHED, *_SEQUENCES, dict)) or is_own(type(value)):
+                if isinstance(value, (*_REACHED, *_CONTAINERS)) or is_own(type(value)):
                     self._find(name, value)
 
     def _find_inside(self, name: str, value: Any) -> None:
@@ -138,15 +138,11 @@ class Reach:
                 self._find(f"{name}argument {index}", item)
             for key, item in value.keywords.items():
                 self._find(key, item)
-        elif isinstance(value, _SEQUENCES):
+        elif isinstance(value, _CONTAINERS):
             if len(value) <= self._budget:
                 self._budget -= len(value)
-                for index, item in enumerate(list(value)):  # another thread may be filling it
-                    self._find(f"{name}[{index}]", item)
-        elif isinstance(value, dict):
-            if len(value) <= self._budget:
-                self._budget -= len(value)
-                for key, item in list(value.items()):
+                pairs = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, item in list(pairs):  # another thread may be filling it
                     self._find(f"{name}[{key!r}]", item)
         else:
             self._find(name, _wrapped(value))

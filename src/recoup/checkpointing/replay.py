@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from recoup.checkpointing.frame import Frame
 
 __all__ = [
+    "AS_FAR_AS_NEEDED",
     "OUTPUTS_ONLY",
+    "TO_END",
     "Manner",
     "Replayed",
     "depth",
@@ -68,6 +70,8 @@ class Manner(NamedTuple):
     """Keep nothing but the output."""
 
 
+AS_FAR_AS_NEEDED = Manner()
+TO_END = Manner(to_end=True)
 OUTPUTS_ONLY = Manner(to_end=True, outputs_only=True)
 
 Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, int], Any]
@@ -92,13 +96,7 @@ def replay(
 ) -> Replayed:
     """Runs a frame's function again until every saved tensor that is still wanted exists.
 
-    Args:
-        frame: the function, its options, and what its forward saved.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        manner: how to run it.
-        compare: is called with each tensor that the forward saved too, and its position, while the operation that
-            saves it runs.
+    ``compare`` is called with each tensor that the forward saved too, while the operation that saves it runs.
 
     Raises:
         ReplayMismatchError: it saved other tensors than the forward.
@@ -178,7 +176,7 @@ def run_with_hooks(
     finally:
         if is_changed:
             write_settings(settings)
-    # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks, which must let go.
+    # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks: these must drop them.
     result, values = values, {}
     if last >= 0 and last not in result:
         missing = next(position for position, want in enumerate(wanted) if want and position not in result)

@@ -49,14 +49,14 @@ class _Site:
 
     def __init__(self, site: Any) -> None:
         self.count, self.next, self.power = 0, 1, 1
-        self.reference = weakref.ref(site, functools.partial(_forget, id(site)))
+        self.reference = weakref.ref(site, functools.partial(_remove, id(site)))
 
 
 # By identity, since modules may be compared by their contents.
 _sites: dict[int, _Site] = {}
 
 
-def _forget(key: int, reference: Any) -> None:
+def _remove(key: int, reference: Any) -> None:
     _sites.pop(key, None)
 
 

@@ -38,14 +38,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from recoup.checkpointing import process_lock
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.describe import SEEKING, Sought
 from recoup.checkpointing.feeding import FedArguments, Feed, Flow, Place
 from recoup.checkpointing.frame import Frame, Leaf
 from recoup.checkpointing.groups import Group
 from recoup.checkpointing.mismatch import Record
-from recoup.checkpointing.replay import OUTPUTS_ONLY, Manner
-from recoup.checkpointing.turns import begin_turn, end_turn
+from recoup.checkpointing.replay import AS_FAR_AS_NEEDED, OUTPUTS_ONLY, TO_END, Manner
 from recoup.errors import ReplayMismatchError
 from recoup.tensors import versions_of
 from recoup.torch_private import (
@@ -132,22 +132,17 @@ class Segment:
             None,
         ),
     ) -> Any:
-        """Runs the next call: lets go of what it saves, and holds what its replay needs.
+        """Runs the next call, drops what it saves, and holds what its replay needs.
 
-        Args:
-            fn: the function.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            find: says which earlier call has returned a tensor.
-            contexts: for the forward, and for its replays.
+        In a span ``find`` says which earlier call has returned a tensor; ``contexts`` are for forward and replays.
         """
-        taken = begin_turn()
+        taken = process_lock.acquire()
         try:
             arguments = Arguments(args, kwargs) if find is None else FedArguments(args, kwargs, find)
             first = self._frames[-1].first + len(self._frames[-1].records) if self._frames else 0
             frame = Frame(self._options, fn, arguments, first, contexts[1])
             self._frames.append(frame)
-            push_saved_tensor_hooks(frame.pack_hook(), self.unpack)
+            push_saved_tensor_hooks(frame.pack, self.unpack)
             try:
                 if contexts[0] is None:
                     output = fn(*args, **kwargs)
@@ -159,7 +154,7 @@ class Segment:
             frame.settle(output)
         finally:
             if taken:
-                end_turn()
+                process_lock.release()
         return output
 
     def is_idle(self) -> bool:
@@ -247,7 +242,7 @@ class Segment:
         return bool(self._starts) and any(self._index_of(position) in start.group for start in self._starts)
 
     def _drop(self) -> None:
-        """Lets go of all that replays have left."""
+        """Drops all that replays have left."""
         self._values, self._versions, self._starts = {}, {}, []
 
     def end_backward(self, task: int) -> None:
@@ -273,26 +268,23 @@ class Segment:
             self._drop()
         return error
 
-    def _make(self, position: int, *, locating: bool) -> _Made:
-        """Replays until a wanted value is there; returns it and others, and the version counters that are not 0.
-
-        Args:
-            position: of the value.
-            locating: a replay has gone astray: all that is known is compared, from the first call on.
-        """
+    def _make(self, position: int, *, locating: bool) -> tuple[dict[int, Tensor], dict[int, int]]:
+        """Replays until a wanted value is there; to locate a mismatch, all calls are compared as they run."""
         if len(self._frames) == 1:  # nothing flows
             frame = self._frames[0]
             frame.refuse_stale()
-            args, kwargs = frame.arguments.put_together(frame.arguments.rebuild(), {}.__getitem__)
+            args, kwargs = frame.arguments.put_together(frame.arguments.rebuild(), None)
             values, versions, _ = frame.run_as_then(args, kwargs, self._manner(locating))
-            return _Made(values, versions)
+            return values, versions
         made = _Made({}, {})
         while position not in made.values:
             self._replay_from(self._take_start(self._index_of(position)), made, locating=locating)
         return made
 
     def _manner(self, locating: bool, *, to_end: bool = False) -> Manner:
-        return Manner(locating or self._options.check == "values", to_end)
+        if locating or self._options.check == "values":
+            return Manner(carefully=True, to_end=to_end)
+        return TO_END if to_end else AS_FAR_AS_NEEDED
 
     def _take_start(self, index: int) -> _Start:
         """The start of the smallest part that a replay has reached and that has this call in it."""
@@ -310,8 +302,8 @@ class Segment:
         """Replays the calls of a part; those of groups inside it for their outputs only."""
         first, end = start.group.first, self._end_of_wanted(start.group)
         flow = Flow((frame.arguments for frame in self._frames[first:end]), self._options.check, start.fed)
-        start.fed = {}  # from here on it is the flow that lets go of each tensor with its last reader
-        # To say which call went astray, each is compared: none is run for its outputs only.
+        start.fed = {}  # from here on the flow drops each tensor with its last reader
+        # To say which call differs, each is compared: none is run for its outputs only.
         groups = {} if locating else {group.first: group for group in self._with_starts(start.group.groups)}
         index = first
         while index < end:

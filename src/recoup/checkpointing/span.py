@@ -23,19 +23,18 @@ __all__ = ["Span"]
 
 
 class Span:
-    """A checkpoint that extends over several calls: they are forgotten together and replayed together.
+    """A checkpoint over several calls: what they save is dropped, and they are replayed together.
 
     What one call returns and a later one is given is not held, only what comes from outside. Every call has the
     guarantees of `recoup.checkpoint`. What a call returns is recognised by identity: the tensor itself, not a copy or
     a view of it, and not changed in place meanwhile. All else is held as an argument from outside.
 
-    A call that raises leaves the calls before it as they are. Calls after it are forgotten and replayed apart
-    from them.
+    A call that raises leaves the calls before it as they are. Calls after it are replayed apart from them.
 
     Args:
         options: as for a checkpoint of one function.
-        groups: consecutive calls that the replay forgets again: it runs them, holds what the group is given, and
-            replays the group when the backward gets to it. Groups lie in each other as deep as you like.
+        groups: consecutive calls that are checkpointed again within the replay: it runs them, holds what the group is
+            given, and replays the group when the backward gets to it. Groups may be nested to any depth.
 
     >>> from recoup import Checkpoint
     >>> x = torch.tensor([2.0, 3.0], requires_grad=True)

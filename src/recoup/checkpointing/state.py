@@ -10,7 +10,7 @@ NOTE [ The replay sees what the forward saw ]
    of its dictionaries and lists (parameters, buffers, children, hooks, the user's own). For the replay, what
    differs is put back, and afterwards what stood there before the replay. So a loop variable that moved on, a
    flag, a counter, a cached tensor, ``eval()`` in between or a swapped parameter cannot mislead the replay, and
-   the replay leaves no trace. ``requires_grad`` of parameters is treated alike.
+   the replay has no side effects on them. ``requires_grad`` of parameters is treated alike.
 3. Containers and objects outside of modules, and the globals of functions that the function calls, are not put back:
    they may be logs and counters, to be seen by others. Tensors in them are watched by rule 5, generators are put where
    they stood. If a result depends on anything else in them, sampled comparison finds it out.
@@ -30,7 +30,6 @@ NOTE [ The replay sees what the forward saw ]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -199,15 +198,19 @@ class FunctionState:
     def enter(self, stack: ExitStack) -> None:
         """Shows everything as the forward saw it; ``stack`` puts back what stands there now."""
         fresh = dict(zip(self._copies, _copied([copy for _, copy in self._copies.values()]), strict=True))
-        now = [(place, then if holds(place, then) else look(place)) for place, then in self._noted]
+        unchanged = [holds(place, then) for place, then in self._noted]
+        noted = list(zip(self._noted, unchanged, strict=True))
+        now = [(place, then if same else look(place)) for (place, then), same in noted]
         filled = [(place, look(place)) for place in self._empty if place]
         stack.callback(_put_all, now + filled)
         stack.callback(_clear_all, self._empty)
         _clear_all(self._empty)
-        for place, then in self._noted:
+        for (place, then), same in noted:
             if fresh and isinstance(then, dict) and not fresh.keys().isdisjoint(map(id, then.values())):
                 then = {key: fresh.get(id(value), value) for key, value in then.items()}
-            _put(place, then)
+                same = False
+            if not same:
+                _replace(place, then)
         for tensor, then in zip(self._tensors, self._needs_grad, strict=True):
             if tensor.requires_grad != then and tensor.is_leaf:
                 stack.callback(tensor.requires_grad_, not then)
@@ -226,13 +229,12 @@ def _clear_all(places: list[Any]) -> None:
 
 def _put_all(places: list[tuple[Any, Any]]) -> None:
     for place, wanted in places:
-        _put(place, wanted)
+        if not holds(place, wanted):
+            _replace(place, wanted)
 
 
-def _put(place: Any, wanted: Any) -> None:
+def _replace(place: Any, wanted: Any) -> None:
     """Makes a place hold what is wanted, but for sharded parameters (rule 7)."""
-    if holds(place, wanted):
-        return
     if isinstance(place, dict):
         others = [key for key, value in wanted.items() if place.get(key, value) is not value]
         sharded = [key for key in others if _is_sharded(place[key]) or _is_sharded(wanted[key])]
@@ -250,25 +252,16 @@ def _copied(tensors: list[Tensor]) -> list[Tensor]:
     if not tensors:
         return []
     with torch.no_grad(), unguarded():
-        shared = _shared_storages(tensors) if len(tensors) > 1 else {}
-        if not shared:
-            return [tensor.detach().clone() for tensor in tensors]
-        ranges = {key: _copied_range(some) for key, some in shared.items()}
+        by_storage: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            by_storage.setdefault(_storage_key(tensor), []).append(tensor)
+        ranges = {key: _copied_range(some) for key, some in by_storage.items() if key and len(some) > 1}
         return [
             _view_of(*ranges[key], tensor)
-            if (key := _storage_key(tensor)) in ranges
+            if ranges and (key := _storage_key(tensor)) in ranges
             else tensor.detach().clone()
             for tensor in tensors
         ]
-
-
-def _shared_storages(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """The tensors that have a storage together with others, by storage."""
-    found: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        if key := _storage_key(tensor):
-            found.setdefault(key, []).append(tensor)
-    return {key: some for key, some in found.items() if len(some) > 1}
 
 
 def _copied_range(tensors: list[Tensor]) -> tuple[Any, int]:

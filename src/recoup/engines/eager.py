@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.checkpointing.turns import begin_turn, end_turn, joined
+from recoup.checkpointing import process_lock
 from recoup.engines.by_policy import arrange
 from recoup.engines.running import Nesting, PlannedCall, Run
 from recoup.engines.watching import Watch
@@ -70,7 +70,7 @@ class _Root(_Planned):
         engine.reset()
         if engine.depth == 0:
             engine.watch.before(self.module, self.original, args, kwargs)
-        taken = begin_turn()  # units that are kept draw from the same generators
+        taken = process_lock.acquire()  # units that are kept draw from the same generators
         engine.depth += 1
         before, engine.watch.thread = engine.watch.thread, get_ident() if taken else engine.watch.thread
         try:
@@ -80,7 +80,7 @@ class _Root(_Planned):
             engine.depth -= 1
             engine.reset()
             if taken:
-                end_turn()
+                process_lock.release()
         if engine.depth == 0:
             engine.watch.after(output)
         return output
@@ -110,7 +110,7 @@ class _UnitForward(_Planned):
         if engine.depth or engine.watch.thread is None:
             return engine.run(call, *args, **kwargs)
         # A thread of the model's own, beside the one that runs the model.
-        with joined(engine.watch.thread):
+        with process_lock.shared(engine.watch.thread):
             return engine.run(call, *args, **kwargs)
 
     def _unit(self) -> int:

@@ -1,4 +1,4 @@
-"""Runs of a model that leave no trace: everything that a training step changes is put back."""
+"""Runs of a model without side effects: all that a training step changes is restored."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Running code without a trace: tensors, Python state and random state, kept and put back."""
+"""Snapshots of tensors, Python state and random state, and how they are restored."""

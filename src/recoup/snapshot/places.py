@@ -52,10 +52,10 @@ def look(place: Any) -> Any:
 
 def holds(place: Any, wanted: Any) -> bool:
     """Whether a place holds exactly what is wanted."""
-    if isinstance(place, Accessor):
-        return place.holds(wanted)
     if isinstance(place, (CellType, GlobalName)):
         return look(place) is wanted
+    if isinstance(place, Accessor):
+        return place.holds(wanted)
     if len(place) != len(wanted) or any(map(is_not, place, wanted)):
         return False
     return not isinstance(place, dict) or not any(map(is_not, place.values(), wanted.values()))

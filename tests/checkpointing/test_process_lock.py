@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recoup import Checkpoint, checkpoint
-from recoup.checkpointing import Span, turns
+from recoup.checkpointing import Span, process_lock
 from recoup.errors import RecoupWarning
 
 THREADS, STEPS = 4, 12
@@ -66,7 +66,7 @@ def test_threads_that_share_a_module(how: str) -> None:
         return index
 
     assert run_in_threads(work) == list(range(THREADS))
-    assert (turns._turns.thread, turns._turns.depth) == (None, 0)
+    assert (process_lock._owner.thread, process_lock._owner.depth) == (None, 0)
     noisy = [module for module in model.modules() if isinstance(module, Noisy)]
     # No forward's change was lost in another thread's replay.
     assert [module.norm.num_batches_tracked.item() for module in noisy] == [THREADS * STEPS] * 3
@@ -108,8 +108,8 @@ def test_forwards_that_run_a_backward_inside() -> None:
 
 def test_who_waits_too_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that waits for the thread whose backward waits for it."""
-    monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(turns, "_impatient", set())
+    monkeypatch.setattr(process_lock, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(process_lock, "_impatient", set())
     layer, has_begun, may_end = nn.BatchNorm1d(4), threading.Event(), threading.Event()
 
     def slow(x: Tensor) -> Tensor:
@@ -125,13 +125,13 @@ def test_who_waits_too_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         loss.backward()
     may_end.set()
     other.join()
-    assert (turns._turns.thread, turns._turns.depth) == (None, 0)
+    assert (process_lock._owner.thread, process_lock._owner.depth) == (None, 0)
 
 
 def test_slow_forwards_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three threads, each of whose forwards takes longer than a third of the patience."""
-    monkeypatch.setattr(turns, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(turns, "_impatient", set())
+    monkeypatch.setattr(process_lock, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(process_lock, "_impatient", set())
     layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
 
     def slow(x: Tensor) -> Tensor:
@@ -146,4 +146,4 @@ def test_slow_forwards_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         return index
 
     assert run_in_threads(work) == list(range(THREADS))
-    assert not turns._impatient
+    assert not process_lock._impatient
