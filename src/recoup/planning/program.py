@@ -28,15 +28,16 @@ class Solution:
 
     Attributes:
         values: the best assignment, or None if none was found.
-        bound: a lower bound on the objective; infinite if the program has no solution.
-        is_optimal: whether the assignment is proven best.
-        is_infeasible: whether the program is proven to have no solution.
+        bound: a lower bound on the objective; infinite if the program is proven to have no solution.
     """
 
     values: tuple[float, ...] | None
     bound: float
-    is_optimal: bool
-    is_infeasible: bool
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether the program is proven to have no solution."""
+        return self.bound == math.inf
 
 
 class Program:
@@ -124,12 +125,11 @@ class Program:
 def _solution_of(solver: Any, is_relaxed: bool) -> Solution:
     status, info = solver.getModelStatus(), solver.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return Solution(values=None, bound=math.inf, is_optimal=False, is_infeasible=True)
-    is_optimal = status == highspy.HighsModelStatus.kOptimal
+        return Solution(values=None, bound=math.inf)
     has_values = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = tuple(float(value) for value in solver.getSolution().col_value) if has_values else None
+    bound = float(info.mip_dual_bound)
     if is_relaxed:
+        is_optimal = status == highspy.HighsModelStatus.kOptimal
         bound = float(info.objective_function_value) if is_optimal else -math.inf
-    else:
-        bound = float(info.mip_dual_bound)
-    return Solution(values=values, bound=bound, is_optimal=is_optimal, is_infeasible=False)
+    return Solution(values=values, bound=bound)

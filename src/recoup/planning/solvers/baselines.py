@@ -23,6 +23,7 @@ __all__ = [
     "BASELINES",
     "REPLAY",
     "Baseline",
+    "actions_for",
     "every",
     "fastest_option",
     "greedy",
@@ -110,17 +111,18 @@ def one_option_each(problem: Problem, choices: Iterable[int]) -> Schedule:
     >>> print(one_option_each(Problem([unit]), [-1]))
     F0 F0:0 B0
     """
-    forwards: list[Action] = []
-    backwards: list[Action] = []
-    for unit, choice in enumerate(choices):
-        if choice != REPLAY:
-            forwards.append(Forward(unit, keep=Keep.OPTION, option=choice))
-            backwards.append(Backward(unit, option=choice))
-        else:
-            option = fastest_option(problem.units[unit])
-            forwards.append(Forward(unit, keep=Keep.INPUT) if unit else Forward(unit))
-            backwards += [Backward(unit, option=option), Forward(unit, keep=Keep.OPTION, option=option)]
-    return Schedule([*forwards, *reversed(backwards)])
+    chosen = [actions_for(problem, unit, choice) for unit, choice in enumerate(choices)]
+    backwards = [action for _, actions in reversed(chosen) for action in actions]
+    return Schedule([*(forward for forward, _ in chosen), *backwards])
+
+
+def actions_for(problem: Problem, unit: int, choice: int) -> tuple[Action, list[Action]]:
+    """The forward of a unit under a choice, and what runs in its turn of the backward."""
+    if choice != REPLAY:
+        return Forward(unit, keep=Keep.OPTION, option=choice), [Backward(unit, option=choice)]
+    option = fastest_option(problem.units[unit])
+    again: list[Action] = [Forward(unit, keep=Keep.OPTION, option=option), Backward(unit, option=option)]
+    return _passing(unit, keeps_input=True), again
 
 
 def greedy(problem: Problem) -> list[Schedule]:

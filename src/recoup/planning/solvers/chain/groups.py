@@ -20,7 +20,13 @@ from recoup.planning.actions import Action, Backward, Forward, Keep
 from recoup.planning.problem import Option, Problem, Unit
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
-from recoup.planning.solvers.baselines import REPLAY, fastest_option, ladder_choices, one_option_each
+from recoup.planning.solvers.baselines import (
+    REPLAY,
+    actions_for,
+    fastest_option,
+    ladder_choices,
+    one_option_each,
+)
 
 __all__ = ["Grouping", "group_chain"]
 
@@ -62,25 +68,21 @@ class Grouping(NamedTuple):
             keeps_input = keep is not Keep.NOTHING and units.start > 0
             head = Forward(units.start, keep=Keep.INPUT if keeps_input else Keep.NOTHING)
             return [head, *map(Forward, units[1:])]
-        return [_choice_forward(unit, choice) for unit, choice in zip(units, choices, strict=True)]
+        pairs = zip(units, choices, strict=True)
+        return [actions_for(self.source, unit, choice)[0] for unit, choice in pairs]
 
     def _backwards(self, units: range, choices: tuple[int, ...] | None) -> list[Action]:
-        fastest = {unit: fastest_option(self.source.units[unit]) for unit in units}
         if choices is None:
-            actions: list[Action] = [Forward(u, keep=Keep.OPTION, option=fastest[u]) for u in units]
-            return actions + [Backward(u, option=fastest[u]) for u in reversed(units)]
-        actions = []
-        for unit, choice in zip(reversed(units), reversed(choices), strict=True):
-            if choice == REPLAY:
-                actions.append(Forward(unit, keep=Keep.OPTION, option=fastest[unit]))
-            actions.append(Backward(unit, option=fastest[unit] if choice == REPLAY else choice))
-        return actions
+            return _replay(self.source, units)
+        pairs = zip(reversed(units), reversed(choices), strict=True)
+        return [action for unit, choice in pairs for action in actions_for(self.source, unit, choice)[1]]
 
 
-def _choice_forward(unit: int, choice: int) -> Forward:
-    if choice != REPLAY:
-        return Forward(unit, keep=Keep.OPTION, option=choice)
-    return Forward(unit, keep=Keep.INPUT) if unit else Forward(unit)
+def _replay(problem: Problem, units: range) -> list[Action]:
+    """Forwards that keep everything under the fastest options, and the backwards."""
+    fastest = [(unit, fastest_option(problem.units[unit])) for unit in units]
+    actions: list[Action] = [Forward(unit, keep=Keep.OPTION, option=option) for unit, option in fastest]
+    return actions + [Backward(unit, option=option) for unit, option in reversed(fastest)]
 
 
 def group_chain(problem: Problem, *, num_groups: int) -> Grouping:
@@ -95,7 +97,7 @@ def group_chain(problem: Problem, *, num_groups: int) -> Grouping:
         members = problem.units[start:stop]
         source_bytes = problem.units[start - 1].gradient_bytes if start else problem.input_gradient_bytes
         # Equal groups are measured once; names do not matter.
-        key = (source_bytes, tuple(_numbers(unit) for unit in members))
+        key = (source_bytes, tuple(replace(unit, name="unit") for unit in members))
         if key not in known:
             head = tuple(replace(option, freed_input_bytes=0) for option in members[0].options)
             members = (replace(members[0], options=head), *members[1:])
@@ -153,11 +155,6 @@ def _stretches(problem: Problem, joined: int) -> list[range]:
     return found
 
 
-def _numbers(unit: Unit) -> tuple[object, ...]:
-    sizes = (unit.output_bytes, unit.gradient_bytes, unit.lasting_bytes)
-    return unit.options, *sizes, unit.runs_once
-
-
 def _measure(part: Problem) -> tuple[_Mix, ...]:
     """A group's options, from the fastest to the one that replays everything."""
     states = ladder_choices(part, num_states=_NUM_MIXES)
@@ -203,16 +200,13 @@ def _mix_option(part: Problem, name: str, choices: tuple[int, ...]) -> Option:
 def _replay_option(part: Problem) -> Option:
     """What keeping only a group's input, and replaying it before its backward, needs."""
     num_units, last = part.num_units, part.units[-1]
-    fastest = [fastest_option(unit) for unit in part.units]
-    sweep = [Forward(index) for index in range(num_units)]
-    keeping = [Forward(index, keep=Keep.OPTION, option=option) for index, option in enumerate(fastest)]
-    backwards = [Backward(index, option=option) for index, option in reversed(list(enumerate(fastest)))]
-    result = simulate(part, Schedule([*sweep, *keeping, *backwards]))
+    units = range(num_units)
+    result = simulate(part, Schedule([*map(Forward, units), *_replay(part, units)]))
     forward_peak = max(m.num_bytes for m in result.timeline if m.action < num_units and m.phase == "forward")
     # After the sweep the gradient of the group's output is there, as it will be when the group is replayed.
     later = [m for m in result.timeline if m.action >= num_units]
     forward_s = sum(unit.lightest.forward_s for unit in part.units)
-    kept = [unit.options[option] for unit, option in zip(part.units, fastest, strict=True)]
+    kept = [unit.options[fastest_option(unit)] for unit in part.units]
     replay_s = sum(option.forward_s + option.again_s for option in kept)
     needed = max(m.num_bytes for m in later) - last.gradient_bytes
     return Option(

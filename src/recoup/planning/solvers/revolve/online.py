@@ -1,10 +1,10 @@
 """Checkpoints for a number of steps that is not known beforehand.
 
 Wang, Moin, Iaccarino: Minimal repetition dynamic checkpointing algorithm for unsteady adjoint calculation
-(SIAM J. Sci. Comput. 31, 2009), Algorithm 1. Each checkpoint has a level; one is dispensable if a later one
-has a higher level. A new checkpoint pushes out the last dispensable one; where there is none, it takes the
-place of the one before it, one level up. Departure: the reversal is not theirs but ``revolve`` on each
-stretch between checkpoints, with the slots that are free by then.
+(SIAM J. Sci. Comput. 31, 2009), Algorithm 1. Each checkpoint has a rank (the paper's level); one is dispensable if
+a later one has a higher rank. A new checkpoint pushes out the last dispensable one; where there is none, it takes
+the place of the one before it, one rank up. Departure: the reversal is not theirs but ``revolve`` on each stretch
+between checkpoints, with the slots that are free by then.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from recoup.planning.solvers.revolve import reverse_part
 
 __all__ = ["OnlineRevolve"]
 
-_FIRST_LEVEL = 1 << 62
+_FIRST_RANK = 1 << 62
 
 
 @dataclass
 class _Checkpoint:
     step: int
-    level: int
+    rank: int
 
 
 class OnlineRevolve:
@@ -49,7 +49,7 @@ class OnlineRevolve:
         self.option = option
         self.records = records
         self.num_steps = 0
-        self._checkpoints = [_Checkpoint(0, _FIRST_LEVEL)]
+        self._checkpoints = [_Checkpoint(0, _FIRST_RANK)]
         self._is_reversed = False
 
     @property
@@ -73,7 +73,7 @@ class OnlineRevolve:
             self._checkpoints.append(_Checkpoint(step, 0))
         elif len(self._checkpoints) > 1 and self._checkpoints[-1].step == step - 1:
             dropped = self._checkpoints.pop()
-            self._checkpoints.append(_Checkpoint(step, dropped.level + 1))
+            self._checkpoints.append(_Checkpoint(step, dropped.rank + 1))
         else:
             return [Forward(step)]
         return [Forward(step, keep=Keep.INPUT), Drop(dropped.step - 1, value=Value.OUTPUT)]
@@ -95,13 +95,13 @@ class OnlineRevolve:
         return actions
 
     def _dispensable(self) -> int | None:
-        """The last checkpoint that has a later one of a higher level."""
+        """The last checkpoint that has a later one of a higher rank."""
         highest = -1
         for index in reversed(range(1, len(self._checkpoints))):
-            level = self._checkpoints[index].level
-            if level < highest:
+            rank = self._checkpoints[index].rank
+            if rank < highest:
                 return index
-            highest = max(highest, level)
+            highest = max(highest, rank)
         return None
 
     def _check_open(self) -> None:

@@ -12,6 +12,7 @@ the right tool for very many equal steps whose records are large.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from recoup.errors import ProblemError
 from recoup.planning.actions import Action, Backward, Forward, Keep
@@ -124,23 +125,13 @@ class RevolveSolver(Solver):
 
     def applies(self, problem: Problem) -> bool:
         """All units are equal but for their names, may run again, and there are no skips."""
-        first = unit_numbers(problem, 0)
-        has_once = any(unit.runs_once for unit in problem.units)
-        return (
-            not problem.has_skips
-            and not has_once
-            and all(unit_numbers(problem, i) == first for i in range(problem.num_units))
-        )
+        first = problem.units[0]
+        is_equal = all(replace(unit, name=first.name) == first for unit in problem.units)
+        return is_equal and not first.runs_once and not problem.has_skips
 
     def prepare(self, problem: Problem, *, time_limit_s: float) -> Prepared:
         """Nothing to do beforehand: the closed form answers at once."""
         return _PreparedRevolve(problem)
-
-
-def unit_numbers(problem: Problem, index: int) -> tuple[object, ...]:
-    """A unit without its name, to compare it with others."""
-    unit = problem.units[index]
-    return (unit.options, unit.output_bytes, unit.gradient_bytes, unit.lasting_bytes, unit.skips)
 
 
 class _PreparedRevolve(Prepared):

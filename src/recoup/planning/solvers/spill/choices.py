@@ -7,7 +7,7 @@ backward, and then stays. A choice with moves holds so much less, and costs a pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from recoup.planning.actions import Value
@@ -46,6 +46,7 @@ class SpillChoices:
             moved = list(self._with_moves(unit, plain, outputs[unit]))
             # Without moves first: of equal choices the first stays.
             self.choices.append([*plain, *moved])
+        self._known = [{one._replace(seconds=0.0): one for one in choices} for choices in self.choices]
 
     def link_s(self, choice: Choice) -> float:
         """Seconds that a choice's moves take on their links, in the slower direction."""
@@ -57,14 +58,11 @@ class SpillChoices:
         Late units pay up to ``LATE_WEIGHT`` times as much: what leaves late has little time to come back.
         """
         step = (LATE_WEIGHT - 1) / max(self.problem.num_units - 1, 1)
-        priced = [
-            [
-                choice._replace(seconds=choice.seconds + price * (1 + step * unit) * self.link_s(choice))
-                for choice in choices
-            ]
-            for unit, choices in enumerate(self.choices)
-        ]
-        return Levels(self.problem, priced)
+
+        def priced(unit: int, choice: Choice) -> Choice:
+            return choice._replace(seconds=choice.seconds + price * (1 + step * unit) * self.link_s(choice))
+
+        return self._levels(priced)
 
     def turn_levels(self, price: float) -> Levels:
         """The same for what must be away as the last backward starts, with that moment as the only one.
@@ -76,26 +74,25 @@ class SpillChoices:
             for link in self.problem.links
         }
         last = self.problem.num_units - 1
-        priced = []
-        for unit, choices in enumerate(self.choices):
-            priced.append(
-                [
-                    choice._replace(
-                        forward_need_bytes=0,
-                        backward_need_bytes=choice.backward_need_bytes if unit == last else 0,
-                        seconds=choice.seconds
-                        + price * sum(move.num_bytes * both_ways[move.link] for move in choice.moves),
-                    )
-                    for choice in choices
-                ]
-            )
-        return Levels(self.problem, priced)
 
-    def unpriced(self, unit: int, priced: Choice) -> Choice:
-        """A choice of ``levels`` with the seconds that it takes."""
-        return next(
-            choice for choice in self.choices[unit] if choice._replace(seconds=priced.seconds) == priced
-        )
+        def priced(unit: int, choice: Choice) -> Choice:
+            moves_s = sum(move.num_bytes * both_ways[move.link] for move in choice.moves)
+            return choice._replace(
+                forward_need_bytes=0,
+                backward_need_bytes=choice.backward_need_bytes if unit == last else 0,
+                seconds=choice.seconds + price * moves_s,
+            )
+
+        return self._levels(priced)
+
+    def _levels(self, priced: Callable[[int, Choice], Choice]) -> Levels:
+        changed = [[priced(unit, one) for one in choices] for unit, choices in enumerate(self.choices)]
+        return Levels(self.problem, changed)
+
+    def chosen(self, levels: Levels, positions: Sequence[int]) -> tuple[Choice, ...]:
+        """A selection of ``levels(price)``, with the seconds that its choices take."""
+        priced = [choices[position] for choices, position in zip(levels.choices, positions, strict=True)]
+        return tuple(known[one._replace(seconds=0.0)] for known, one in zip(self._known, priced, strict=True))
 
     def break_even_prices(self) -> list[float]:
         """Prices at which, for some unit, keeping nothing costs as much as moving what is held; ascending."""

@@ -188,22 +188,13 @@ class PreparedSpill(Prepared):
         found: dict[tuple[Choice, ...], int] = {}
         for selector in self.selectors:
             feasible = [budget for budget in budgets if budget >= selector.smallest_bytes]
-            unpriced = self._unpriced(selector)
             for selection in selector.select(feasible):
-                pairs = zip(unpriced, selection.positions, strict=True)
-                chosen = tuple(choices[position] for choices, position in pairs)
+                chosen = self.choices.chosen(selector.levels, selection.positions)
                 found.setdefault(chosen, selector.levels.peak_bytes(selection.positions))
         members: list[_Member] = []
         for chosen, least_bytes in found.items():
             members += self._descend(chosen, least_bytes, len(found))
         return self._improve(_undominated(members))
-
-    def _unpriced(self, selector: Selector) -> list[list[Choice]]:
-        """A selector's choices without their price."""
-        return [
-            [self.choices.unpriced(unit, choice) for choice in choices]
-            for unit, choices in enumerate(selector.levels.choices)
-        ]
 
     def _budgets(self) -> list[int]:
         """Where to look: from the smallest budget with free moves to what keeping everything needs."""
