@@ -6,13 +6,15 @@ The HTML report, the matplotlib plots and the pictures of the documentation draw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-__all__ = ["Axis", "Curve", "Tick", "box_axes", "round_values"]
+__all__ = ["BOX", "Axis", "Curve", "round_values"]
 
+BOX = 1000.0
+"""The sides of a drawing that a page stretches to any size."""
 _STEPS = (1, 2, 5, 10, 20)
 
 
@@ -30,20 +32,14 @@ def round_values(low: float, high: float, *, most: int) -> list[float]:
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
 
 
-class Tick(NamedTuple):
-    """A text beside an axis, at a share of its length in per cent."""
-
-    percent: float
-    text: str
-
-
 class Axis(NamedTuple):
-    """From values to coordinates: ``low`` is drawn at ``start``, ``high`` at ``end``."""
+    """From values to coordinates: ``low`` is drawn at ``start``, ``high`` at ``end``; ticks are values and texts."""
 
     start: float
     end: float
     low: float
     high: float
+    ticks: Sequence[tuple[float, str]] = ()
 
     def at(self, value: float) -> float:
         """Where a value is drawn."""
@@ -52,15 +48,6 @@ class Axis(NamedTuple):
     def percent(self, value: float) -> float:
         """How far along the axis a value is, in per cent."""
         return round((value - self.low) / (self.high - self.low) * 100, 2)
-
-    def ticks(self, values: Iterable[tuple[float, str]]) -> list[Tick]:
-        """Texts at their values."""
-        return [Tick(self.percent(value), text) for value, text in values]
-
-
-def box_axes(width: tuple[float, float], height: tuple[float, float]) -> tuple[Axis, Axis]:
-    """The axes of a box of 1000 by 1000, which a page stretches to any size."""
-    return Axis(0, 1000, *width), Axis(1000, 0, *height)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from recoup.engines.recording import thinned
 from recoup.planning import Backward, Moment, Problem, Schedule, Simulation
 from recoup.plans.model_plan import ModelPlan, span_name
 from recoup.plans.profile import Profile
-from recoup.report.chart import Axis, Curve, Tick, box_axes
+from recoup.report.chart import BOX, Axis, Curve
 from recoup.report.numbers import byte_ticks, second_ticks
 from recoup.report.subject import Subject, beyond_bytes
 from recoup.sizes import format_bytes
@@ -140,7 +140,11 @@ class MemoryPicture:
         budget_bytes = self.plan.budget_bytes
         # Not up to a budget far above everything: the curves would be flat.
         top_bytes = max(highest, budget_bytes if budget_bytes < 1.6 * highest else 0) * 1.06
-        return box_axes((0.0, max(curve.end for curve in curves) or 1.0), (0.0, top_bytes))
+        end_s = max(curve.end for curve in curves) or 1.0
+        return (
+            Axis(0.0, BOX, 0.0, end_s, second_ticks(0.0, end_s, most=8)),
+            Axis(BOX, 0.0, 0.0, top_bytes, byte_ticks(0.0, top_bytes)),
+        )
 
     @property
     def areas(self) -> list[tuple[str, str]]:
@@ -173,18 +177,6 @@ class MemoryPicture:
         """The budget's height in per cent; ``None`` if it is above the drawing."""
         percent = self.axes[1].percent(self.plan.budget_bytes)
         return percent if percent <= 100 else None
-
-    @property
-    def x_ticks(self) -> list[Tick]:
-        """Seconds."""
-        x, _ = self.axes
-        return x.ticks(second_ticks(0.0, x.high, most=8))
-
-    @property
-    def y_ticks(self) -> list[Tick]:
-        """Bytes."""
-        _, y = self.axes
-        return y.ticks(byte_ticks(0.0, y.high))
 
     @property
     def legend(self) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from recoup.plans.model_plan import ModelPlan, frontier
 from recoup.plans.profile import Profile
 from recoup.report.by_hand import ByHand, recipes_by_hand
-from recoup.report.chart import Axis, Curve, Tick, box_axes
+from recoup.report.chart import BOX, Axis, Curve
 from recoup.report.numbers import byte_ticks, format_seconds, format_share, share_ticks
 from recoup.sizes import format_bytes
 
@@ -66,13 +66,20 @@ class TradeoffPicture:
 
     @cached_property
     def axes(self) -> tuple[Axis, Axis]:
-        """Bytes and seconds, as far as there is something to draw."""
+        """Bytes and seconds, as far as there is something to draw; seconds have ticks at shares of the plain step."""
         ours = [*self.shown, self.plan]
         sizes = [plan.predicted_bytes for plan in ours] + [recipe.peak_bytes for recipe in self.by_hand]
         times = [plan.predicted_s for plan in ours] + [recipe.seconds for recipe in self.by_hand]
         if self.plan.budget_bytes < 1.3 * max(sizes):
             sizes.append(self.plan.budget_bytes)
-        return box_axes(_padded(sizes), _padded(times))
+        (least, most), (fastest_s, slowest_s) = _padded(sizes), _padded(times)
+        shares = share_ticks(fastest_s / self.plain_s - 1, slowest_s / self.plain_s - 1)
+        return (
+            Axis(0.0, BOX, least, most, byte_ticks(least, most, most=6)),
+            Axis(
+                BOX, 0.0, fastest_s, slowest_s, [((1 + share) * self.plain_s, text) for share, text in shares]
+            ),
+        )
 
     @property
     def line(self) -> str:
@@ -130,19 +137,6 @@ class TradeoffPicture:
         """The budget's place from the left; ``None`` if it is outside."""
         percent = self.axes[0].percent(self.plan.budget_bytes)
         return percent if 0 <= percent <= 100 else None
-
-    @property
-    def x_ticks(self) -> list[Tick]:
-        """Bytes."""
-        x, _ = self.axes
-        return x.ticks(byte_ticks(x.low, x.high, most=6))
-
-    @property
-    def y_ticks(self) -> list[Tick]:
-        """Seconds as a share of the plain step."""
-        _, y = self.axes
-        shares = share_ticks(y.low / self.plain_s - 1, y.high / self.plain_s - 1)
-        return y.ticks([((1 + share) * self.plain_s, text) for share, text in shares])
 
     @property
     def description(self) -> str:
