@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -27,11 +28,24 @@ def test_the_example_runs(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(path))["main"]()
-    out = capsys.readouterr().out
+    ended = runpy.run_path(str(path))["main"]()
+    out, err = capsys.readouterr()
     assert out.strip()
     for line in SAYS.get(path.stem, []):
         assert line in out
+    if path.stem == "demo":
+        assert (ended, err) == (0, "")
+        check_demo(out, tmp_path)
+
+
+def check_demo(out: str, folder: Path) -> None:
+    """The example is ``recoup demo``."""
+    assert out.startswith("A GPT of 8 blocks on the CPU, fitted to half its activation memory: a budget of")
+    steps = [line.split() for line in out.splitlines() if re.fullmatch(r" +\d +\d\.\d+ +\d\.\d+", line)]
+    assert [step for step, _, _ in steps] == ["1", "2", "3", "4", "5", "6"]
+    assert all(plain == ours for _, plain, ours in steps)
+    assert out.endswith("bit for bit.\nReport: recoup-demo.html\n")
+    assert "<title>GPT: Fits: " in (folder / "recoup-demo.html").read_text(encoding="utf-8")
 
 
 def test_the_examples_that_are_checked_exist() -> None:

@@ -8,7 +8,7 @@ private attributes of torch's objects. ``tests/test_torch_private.py`` tells whi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._subclasses.fake_tensor
@@ -18,6 +18,8 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import Tensor
 from torch.optim.optimizer import _foreach_supported_types
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # Autograd. The context managers torch.autograd.graph.saved_tensors_hooks and torch.set_grad_enabled cost four times as
 # much as what they call, in every call of the primitive; nothing public reads the hooks that are in force.
@@ -92,6 +94,13 @@ efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attentio
 math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math
 local_scalar: Any = torch.ops.aten._local_scalar_dense.default
 
+
+def assume_constant_result(method: _Method) -> _Method:
+    """Does what `torch.compiler.assume_constant_result` does, without importing the compiler: that takes a second."""
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
+
+
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Tensor": {
         "_version": "tells that a tensor was changed in place",
@@ -128,6 +137,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_schema": "which arguments an operation writes to, and its name",
         "_overloadpacket": "the key of torch's FLOP formulas",
     },
+    "function": {"_dynamo_marked_constant": "what `torch.compiler.assume_constant_result` sets"},
     "Optimizer": {"_optimizer_step_pre_hooks": "a copy of an optimizer starts without hooks"},
     "TorchDispatchMode": {"_should_skip_dynamo": "overridden, as asking takes longer than most operations"},
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -394,21 +393,6 @@ def test_a_cut_off_profile_and_no_text_at_all(capsys: Captured) -> None:
     Path("profile.json").write_bytes(b"\xff\xfe\x00")
     assert main(["plan", "profile.json", "--budget", "1MiB"]) == 2
     assert capsys.readouterr().err.startswith("recoup: Cannot read profile.json: 'utf-8' codec")
-
-
-# demo
-
-
-def test_demo_prints_what_it_shows(capsys: Captured, folder: Path) -> None:
-    assert main(["demo"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.startswith("A GPT of 8 blocks on the CPU, fitted to half its activation memory: a budget of")
-    steps = [line.split() for line in out.splitlines() if re.fullmatch(r" +\d +\d\.\d+ +\d\.\d+", line)]
-    assert [step for step, _, _ in steps] == ["1", "2", "3", "4", "5", "6"]
-    assert all(plain == ours for _, plain, ours in steps)
-    assert out.endswith("bit for bit.\nReport: recoup-demo.html\n")
-    assert "<title>GPT: Fits: " in (folder / "recoup-demo.html").read_text(encoding="utf-8")
 
 
 # terminals and pipes

@@ -28,7 +28,7 @@ from recoup.errors import RecoupWarning
 from recoup.model.conditions import Conditions, autocast_of, input_shapes, positional_names
 from recoup.model.tracing import is_recomputed_by_others
 from recoup.tensors import contents
-from recoup.torch_private import num_tensor_owners
+from recoup.torch_private import assume_constant_result, num_tensor_owners
 
 __all__ = ["Watch"]
 
@@ -188,7 +188,7 @@ class Watch:
         """A unit is called with gradients and runs plainly; its plan is for training mode, or not."""
         self._here.planned_mode = planned
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @assume_constant_result
     def at_compiling(self) -> int:
         """Runs while the compiler traces the model, which takes it for a constant."""
         self._warn("compiled", _COMPILED)
