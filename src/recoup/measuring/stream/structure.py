@@ -20,7 +20,7 @@ from recoup.model.calls import kind_of_module
 from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
-from recoup.tensors import named_outputs, needing_gradient, tensors_in
+from recoup.tensors import named_outputs, needing_gradient, take_apart, tensors_in
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["Code", "SeenCall", "Structure", "Tail", "look"]
@@ -232,11 +232,15 @@ class _Looker(Visitor):
         return tensor.detach()
 
     def enter(self, call: UnitCall) -> None:
+        given = (call.args, call.kwargs)
         try:
-            self._code = self._end_code((call.args, call.kwargs))
+            take_apart(
+                given, [], []
+            )  # refuses iterators, which the unit would find used up when it runs again
         except CheckpointError as error:
             what = f"cannot be run by itself. {str(error).rstrip('.')}"
             raise LeakError(call.name, what, call.module) from error
+        self._code = self._end_code(given)
         self._note_alive()
 
     def visit(self, call: UnitCall) -> Any:
