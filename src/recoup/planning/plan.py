@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from recoup.errors import BudgetError, ProblemError
 from recoup.planning.actions import Backward
+from recoup.planning.additive import additive, rounded_bytes
 from recoup.planning.checks import check_seconds
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.simulation import Simulation
 from recoup.planning.solvers import SOLVERS
-from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Prepared, Solver
+from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Candidate, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.sizes import format_bytes, parse_bytes
 
@@ -22,6 +23,8 @@ __all__ = ["Plan", "Session", "frontier", "minimum_budget", "plan"]
 
 # Seconds are sums of measured floats in different orders; closer than this they are the same.
 _SAME_SECONDS = 1e-9
+_NUM_PROBES = 6
+"""How many larger budgets are tried where a solver's numbers are rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,13 @@ def _spread(budgets: list[int], num_points: int) -> list[int]:
 
 
 class Session:
-    """A problem with the solvers' shared work, across budgets."""
+    """A problem with the solvers' shared work, across budgets.
+
+    NOTE [ Rounded numbers ]
+        Solvers calculate with additive numbers (``recoup.planning.additive``), which exceed the bytes of some plans where
+        values have other lifetimes than a solver knows. Their answers at larger budgets may therefore fit, too: a few
+        are simulated, and the fastest that fits is taken. Without such values the first answer is the only one.
+    """
 
     def __init__(
         self, problem: Problem, *, time_limit_s: float = 10.0, solvers: Sequence[Solver] = SOLVERS
@@ -175,25 +184,49 @@ class Session:
         check_seconds("The planner", time_limit_s=time_limit_s)
         self.problem = problem
         self.time_limit_s = time_limit_s
-        self.solvers = [solver for solver in solvers if solver.applies(problem)]
+        self._numbers = additive(problem)
+        self._bound_numbers = additive(problem, is_bound=True)
+        self._rounded_bytes = rounded_bytes(problem)
+        self.solvers = [solver for solver in solvers if solver.applies(self._numbers)]
         if not self.solvers:
             raise ProblemError(
                 f"None of the solvers ({', '.join(s.name for s in solvers)}) applies to this problem."
             )
-        self._prepared: dict[str, Prepared] = {}
+        self._prepared: dict[tuple[str, bool], Prepared] = {}
         self._simulated: dict[Schedule, Simulation] = {}
 
-    def prepared(self, solver: Solver) -> Prepared:
+    def prepared(self, solver: Solver, *, is_bound: bool = False) -> Prepared:
         """A solver's work on the problem, done once."""
-        if solver.name not in self._prepared:
-            self._prepared[solver.name] = solver.prepare(self.problem, time_limit_s=self.time_limit_s)
-        return self._prepared[solver.name]
+        key = (solver.name, is_bound and self._rounded_bytes > 0)
+        if key not in self._prepared:
+            numbers = self._bound_numbers if key[1] else self._numbers
+            self._prepared[key] = solver.prepare(numbers, time_limit_s=self.time_limit_s)
+        return self._prepared[key]
+
+    def _simulate(self, schedule: Schedule) -> Simulation:
+        if schedule not in self._simulated:
+            self._simulated[schedule] = simulate(self.problem, schedule)
+        return self._simulated[schedule]
 
     @cached_property
     def smallest_bytes(self) -> int:
         """The smallest budget at which any solver answers."""
-        found = (self.prepared(solver).smallest_bytes for solver in self.solvers)
-        return min(num_bytes for num_bytes in found if num_bytes is not None)
+        return min(peak for solver in self.solvers for peak in self._tight_peaks(solver))
+
+    def _tight_peaks(self, solver: Solver) -> list[int]:
+        smallest = self.prepared(solver).smallest_bytes
+        if smallest is None or not self._rounded_bytes:
+            return [] if smallest is None else [smallest]
+        return [
+            self._simulate(candidate.schedule).peak_bytes for candidate in self._candidates(solver, smallest)
+        ]
+
+    def _candidates(self, solver: Solver, budget_bytes: int) -> list[Candidate]:
+        """A solver's answers for a budget and for larger ones: see NOTE [ Rounded numbers ]."""
+        spare = [self._rounded_bytes >> shift for shift in range(_NUM_PROBES)] if self._rounded_bytes else []
+        budgets = sorted({budget_bytes, *(budget_bytes + more for more in spare)})
+        found = [self.prepared(solver).best(budget) for budget in budgets]
+        return list({one.schedule: one for one in found if one is not None}.values())
 
     def suggested_budgets(self) -> list[int]:
         """The smallest one, and those at which the first solver that has an opinion may change its answer.
@@ -237,7 +270,7 @@ class Session:
         """The best plan of all solvers that have a chance."""
         best: Plan | None = None
         solved: set[str] = set()
-        relaxed = relaxed_bound(self.problem, budget_bytes)
+        relaxed = relaxed_bound(self._bound_numbers, budget_bytes)
         for solver in self.solvers:
             if solver.schedules in solved or ALL_SCHEDULES in solved:
                 continue
@@ -253,16 +286,22 @@ class Session:
         return best
 
     def _try(self, solver: Solver, budget_bytes: int, bound: Bound) -> Plan | None:
-        candidate = self.prepared(solver).best(budget_bytes)
-        if candidate is None:
+        smallest = self.prepared(solver).smallest_bytes
+        if smallest is None:
             return None
-        if candidate.schedule not in self._simulated:
-            self._simulated[candidate.schedule] = simulate(self.problem, candidate.schedule)
-        predicted = self._simulated[candidate.schedule]
-        if predicted.peak_bytes > budget_bytes:
-            raise AssertionError(
-                f"{solver.name} passed the budget: {predicted.peak_bytes} > {budget_bytes} bytes"
-            )
+        # Below its smallest budget a solver answers nothing, though what it answers above may fit.
+        tight = self._candidates(solver, smallest) if self._rounded_bytes else []
+        fitting = [
+            (predicted.seconds, index, candidate, predicted)
+            for index, candidate in enumerate([*self._candidates(solver, budget_bytes), *tight])
+            if (predicted := self._simulate(candidate.schedule)).peak_bytes <= budget_bytes
+        ]
+        if not fitting:
+            return None
+        _, _, candidate, predicted = min(fitting, key=lambda entry: entry[:2])
+        if self._rounded_bytes:
+            proven = self.prepared(solver, is_bound=True).best(budget_bytes)
+            candidate = replace(candidate, bound=proven.bound if proven else None)
         is_proven = bound.seconds >= predicted.seconds * (1 - _SAME_SECONDS)
         if candidate.bound is not None and not is_proven:
             # What holds for all schedules holds for every class of them.

@@ -5,16 +5,14 @@ NOTE [ The memory model ]
        unit 0, which stays for the whole step). Skips are further inputs.
     2. An option's held bytes are disjoint from the unit's input and from its output: a boundary between two
        units is counted once. An option whose backward reads the unit's own output says ``holds_output``.
-    3. A forward needs room for its output, its held bytes and its transient, all at once. A backward needs
-       room for the gradients of its inputs and its transient beside everything that it reads.
+    3. A forward needs room for all that it makes (its output, its held bytes, other values) and its scratch, all at
+       once. A backward needs room for the gradients of its inputs, other values that it makes, and its scratch beside
+       everything that it reads.
     4. The gradient of the last output replaces that output as the last unit's first forward ends. If the
        loss itself needs memory, make it the last unit.
     5. Parameter gradients appear when a unit's backward has run, and stay. What they need while it runs
-       belongs to the backward's transient. Other bytes that come or go then are ``left_bytes``: they are there
-       also while units are replayed.
-    6. An option may do without its unit's input, or without a part of it (``freed_input_bytes``). It then goes as soon
-       as the option's forward has run, unless it is held anyway: by the unit that made it, or because an earlier
-       forward of this unit kept it to be replayed from (``Keep.INPUT``).
+       belongs to the backward's scratch.
+    6. Everything else that outlives a phase is a value with a lifetime: see ``recoup.planning.values``.
     7. A unit that ``runs_once`` is code that only the model itself can run, or has an output that code
        outside the units reads too. What its one forward leaves (output, held bytes) cannot be made again.
 
@@ -25,11 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from recoup.errors import ProblemError
-from recoup.planning.checks import bytes_of, check_bytes, check_name, check_seconds, check_total, check_whole
+from recoup.planning.checks import check_bytes, check_name, check_seconds, check_total
+from recoup.planning.values import Lifetime, Phase, Use
 
-__all__ = ["Link", "Option", "Problem", "Unit"]
+__all__ = ["Link", "Option", "Problem", "Scratch", "Unit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,15 @@ class Link:
             check_bytes(owner, capacity_bytes=self.capacity_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+class Scratch(NamedTuple):
+    """Bytes that only one phase needs, while it runs."""
+
+    forward: int = 0
+    replay: int = 0
+    backward: int = 0
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Option:
     """One way to run a unit: what it holds between forward and backward, and what that costs.
 
@@ -75,35 +83,61 @@ class Option:
         forward_s: seconds of the forward.
         backward_s: seconds of the backward, without the replay.
         extra_s: further seconds at the start of the backward (replay, decompression).
-        again_s: further seconds of the forward if the unit has run before: it is then part of a replay, which has to
-            set aside what autograd saves.
+        again_s: overhead of the forward inside a replay, which has to store what autograd saves.
         held_bytes: on the device from forward to backward, beyond the unit's input and output.
         holds_output: whether the backward reads the unit's own output, which then stays until it has run.
-        freed_input_bytes: of the unit's input, bytes that nobody needs once this option's forward has run.
-        forward_transient_bytes: needed only while the forward runs, beyond held bytes and output.
-        replay_transient_bytes: needed only during ``extra_s``, beyond held bytes.
-        backward_transient_bytes: needed only while the backward runs, beyond held bytes and the gradients of
-            output and inputs; it includes what the replay left for it. Below 0 where these never live all at once.
+        forward_transient_bytes: scratch of the forward, beyond held bytes and output.
+        replay_transient_bytes: scratch during ``extra_s``, beyond held bytes.
+        backward_transient_bytes: scratch of the backward, beyond held bytes and the gradients of output and inputs; it
+            includes what the replay left for it.
         held_links: names of the links over which the held bytes may leave.
+        scratch: the three kinds of scratch together.
 
     >>> Option("keep", forward_s=1.0, backward_s=2.0, held_bytes=64).total_s
     3.0
     """
 
     name: str
-    forward_s: float = field(kw_only=True)
-    backward_s: float = field(kw_only=True)
-    extra_s: float = field(default=0.0, kw_only=True)
-    again_s: float = field(default=0.0, kw_only=True)
-    held_bytes: int = field(default=0, kw_only=True)
-    holds_output: bool = field(default=False, kw_only=True)
-    freed_input_bytes: int = field(default=0, kw_only=True)
-    forward_transient_bytes: int = field(default=0, kw_only=True)
-    replay_transient_bytes: int = field(default=0, kw_only=True)
-    backward_transient_bytes: int = field(default=0, kw_only=True)
-    held_links: tuple[str, ...] = field(default=(), kw_only=True)
+    forward_s: float
+    backward_s: float
+    extra_s: float
+    again_s: float
+    held_bytes: int
+    holds_output: bool
+    scratch: Scratch
+    held_links: tuple[str, ...]
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        forward_s: float,
+        backward_s: float,
+        extra_s: float = 0.0,
+        again_s: float = 0.0,
+        held_bytes: int = 0,
+        holds_output: bool = False,
+        forward_transient_bytes: int | None = None,
+        replay_transient_bytes: int | None = None,
+        backward_transient_bytes: int | None = None,
+        held_links: Sequence[str] = (),
+        scratch: Scratch = Scratch(),
+    ) -> None:
+        given = (forward_transient_bytes, replay_transient_bytes, backward_transient_bytes)
+        sizes = (other if size is None else size for size, other in zip(given, scratch, strict=True))
+        set_field = object.__setattr__
+        set_field(self, "name", name)
+        set_field(self, "forward_s", forward_s)
+        set_field(self, "backward_s", backward_s)
+        set_field(self, "extra_s", extra_s)
+        set_field(self, "again_s", again_s)
+        set_field(self, "held_bytes", held_bytes)
+        set_field(self, "holds_output", holds_output)
+        set_field(self, "scratch", Scratch(*sizes))
+        set_field(self, "held_links", tuple(held_links))
+        self._validate()
+
+    def _validate(self) -> None:
         check_name("An option", self.name)
         owner = f"Option {self.name!r}"
         check_seconds(
@@ -116,17 +150,35 @@ class Option:
         check_bytes(
             owner,
             held_bytes=self.held_bytes,
-            freed_input_bytes=self.freed_input_bytes,
-            forward_transient_bytes=self.forward_transient_bytes,
-            replay_transient_bytes=self.replay_transient_bytes,
+            forward_transient_bytes=self.scratch.forward,
+            replay_transient_bytes=self.scratch.replay,
+            backward_transient_bytes=self.scratch.backward,
         )
-        check_whole(owner, backward_transient_bytes=self.backward_transient_bytes)
-        object.__setattr__(self, "held_links", tuple(self.held_links))
+
+    @property
+    def forward_transient_bytes(self) -> int:
+        """Scratch of the forward."""
+        return self.scratch.forward
+
+    @property
+    def replay_transient_bytes(self) -> int:
+        """Scratch of the replay in the backward."""
+        return self.scratch.replay
+
+    @property
+    def backward_transient_bytes(self) -> int:
+        """Scratch of the backward."""
+        return self.scratch.backward
 
     @property
     def total_s(self) -> float:
         """Seconds of forward and backward together, with the extra seconds."""
         return self.forward_s + self.extra_s + self.backward_s
+
+    @property
+    def freed_input_bytes(self) -> int:
+        """Of the unit's input, what nobody needs once this option's forward has run."""
+        return 0
 
     @property
     def needs_forward(self) -> bool:
@@ -146,8 +198,6 @@ class Unit:
         output_bytes: of its output.
         gradient_bytes: of its output's gradient; as many as the output unless given.
         parameter_gradient_bytes: that appear when its backward has run, and stay.
-        left_bytes: further bytes that are there from then on, or, below 0, go then: outputs that the caller holds, and
-            that were some unit's until now; gradients that wait for a unit further back.
         skips: indices of earlier units, other than its neighbour, whose outputs it also reads.
         output_links: names of the links over which its output may leave.
         runs_once: whether its forward cannot be run again by an action. It then runs exactly once, under one
@@ -164,7 +214,6 @@ class Unit:
     output_bytes: int = field(kw_only=True)
     gradient_bytes: int = field(default=-1, kw_only=True)
     parameter_gradient_bytes: int = field(default=0, kw_only=True)
-    left_bytes: int = field(default=0, kw_only=True)
     skips: tuple[int, ...] = field(default=(), kw_only=True)
     output_links: tuple[str, ...] = field(default=(), kw_only=True)
     runs_once: bool = field(default=False, kw_only=True)
@@ -177,7 +226,6 @@ class Unit:
         output_bytes: int,
         gradient_bytes: int | None = None,
         parameter_gradient_bytes: int = 0,
-        left_bytes: int = 0,
         skips: Sequence[int] = (),
         output_links: Sequence[str] = (),
         runs_once: bool = False,
@@ -188,7 +236,6 @@ class Unit:
         set_field(self, "output_bytes", output_bytes)
         set_field(self, "gradient_bytes", output_bytes if gradient_bytes is None else gradient_bytes)
         set_field(self, "parameter_gradient_bytes", parameter_gradient_bytes)
-        set_field(self, "left_bytes", left_bytes)
         set_field(self, "skips", tuple(skips))
         set_field(self, "output_links", tuple(output_links))
         set_field(self, "runs_once", runs_once)
@@ -203,7 +250,6 @@ class Unit:
             gradient_bytes=self.gradient_bytes,
             parameter_gradient_bytes=self.parameter_gradient_bytes,
         )
-        check_whole(owner, left_bytes=self.left_bytes)
         if not isinstance(self.runs_once, bool):
             raise ProblemError(f"{owner}: runs_once must be True or False; got {self.runs_once!r}.")
         if not self.options:
@@ -264,7 +310,7 @@ class Unit:
     @property
     def lasting_bytes(self) -> int:
         """By how much more is there once its backward has run, its own gradient and held bytes apart."""
-        return self.parameter_gradient_bytes + self.left_bytes
+        return self.parameter_gradient_bytes
 
     @property
     def lightest(self) -> Option:
@@ -277,7 +323,10 @@ class Unit:
         return self.lightest.held_bytes + self.lightest.forward_transient_bytes
 
 
-@dataclass(frozen=True, slots=True, init=False)
+_RESIDENT, _INPUT, _INPUT_GRADIENT = "resident", "input", "gradient of the input"
+
+
+@dataclass(frozen=True, init=False)
 class Problem:
     """A training step in numbers: all that the planner knows.
 
@@ -287,9 +336,10 @@ class Problem:
         input_bytes: of the first unit's input, which also stays for the whole step.
         input_gradient_bytes: of the gradient of that input; 0 when nothing asks for it.
         links: ways to other stores.
+        values: what else outlives a phase.
 
     Raises:
-        ProblemError: if numbers, names, skips or links make no sense; the text says which.
+        ProblemError: if numbers, names, skips, values or links make no sense; the text says which.
 
     >>> block = Unit.keep_or_recompute("block", forward_s=1, backward_s=2, held_bytes=100, output_bytes=10)
     >>> Problem([block], resident_bytes=1000).has_skips
@@ -297,27 +347,58 @@ class Problem:
     """
 
     units: tuple[Unit, ...]
-    resident_bytes: int = field(default=0, kw_only=True)
-    input_bytes: int = field(default=0, kw_only=True)
-    input_gradient_bytes: int = field(default=0, kw_only=True)
-    links: tuple[Link, ...] = field(default=(), kw_only=True)
+    values: tuple[Lifetime, ...]
+    links: tuple[Link, ...]
 
     def __init__(
         self,
         units: Sequence[Unit],
         *,
-        resident_bytes: int = 0,
-        input_bytes: int = 0,
-        input_gradient_bytes: int = 0,
+        resident_bytes: int | None = None,
+        input_bytes: int | None = None,
+        input_gradient_bytes: int | None = None,
         links: Sequence[Link] = (),
+        values: Sequence[Lifetime] = (),
     ) -> None:
+        sizes = {
+            "resident_bytes": resident_bytes,
+            "input_bytes": input_bytes,
+            "input_gradient_bytes": input_gradient_bytes,
+        }
+        check_bytes("Problem", **{name: size for name, size in sizes.items() if size is not None})
+        found = {
+            name: size for name, size in zip(_OWN_VALUES, sizes.values(), strict=True) if size is not None
+        }
+        own = [_own_value(name, size) for name, size in found.items() if size]
+        others = (value for value in values if value.name not in found)
         set_field = object.__setattr__
         set_field(self, "units", tuple(units))
-        set_field(self, "resident_bytes", resident_bytes)
-        set_field(self, "input_bytes", input_bytes)
-        set_field(self, "input_gradient_bytes", input_gradient_bytes)
+        set_field(self, "values", (*own, *others))
         set_field(self, "links", tuple(links))
         _validate_problem(self)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there for the whole step."""
+        return self._bytes_of(_RESIDENT)
+
+    @property
+    def input_bytes(self) -> int:
+        """Of the first unit's input."""
+        return self._bytes_of(_INPUT)
+
+    @property
+    def input_gradient_bytes(self) -> int:
+        """Of the gradient of the first unit's input."""
+        return self._bytes_of(_INPUT_GRADIENT)
+
+    def _bytes_of(self, name: str) -> int:
+        return sum(value.num_bytes for value in self.values if value.name == name)
+
+    @property
+    def other_values(self) -> tuple[Lifetime, ...]:
+        """The values that are not the problem's own numbers."""
+        return tuple(value for value in self.values if value.name not in _OWN_VALUES)
 
     @property
     def num_units(self) -> int:
@@ -338,40 +419,37 @@ class Problem:
         raise ProblemError(f"There is no link {name!r}; the problem's links: {known}.")
 
 
+_OWN_VALUES = (_RESIDENT, _INPUT, _INPUT_GRADIENT)
+
+
+def _own_value(name: str, num_bytes: int) -> Lifetime:
+    made = Use(Phase.BACKWARD, 0) if name == _INPUT_GRADIENT else None
+    return Lifetime(name, num_bytes, made=made, stays=True)
+
+
 def _validate_problem(problem: Problem) -> None:
-    check_bytes(
-        "Problem",
-        resident_bytes=problem.resident_bytes,
-        input_bytes=problem.input_bytes,
-        input_gradient_bytes=problem.input_gradient_bytes,
-    )
     if not problem.units:
         raise ProblemError("A problem needs at least one unit.")
     for what, names in (("unit", [u.name for u in problem.units]), ("link", [k.name for k in problem.links])):
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ProblemError(f"Two {what}s are called {twice!r}. Give each {what} its own name.")
-    options = [option for unit in problem.units for option in unit.options]
-    check_total("Problem", bytes_of(problem, *problem.units, *options))
+    check_total("Problem", _total_bytes(problem))
+    for value in problem.values:
+        value.check(len(problem.units))
     known = {link.name for link in problem.links}
     for index in range(len(problem.units)):
         _validate_references(problem.units, index=index, known=known)
-        _validate_gradients(problem, index)
 
 
-def _validate_gradients(problem: Problem, index: int) -> None:
-    unit = problem.units[index]
-    sources = {index - 1, *unit.skips}
-    gradient_bytes = unit.gradient_bytes + sum(
-        problem.units[source].gradient_bytes if source >= 0 else problem.input_gradient_bytes
-        for source in sources
+def _total_bytes(problem: Problem) -> int:
+    """All sizes together."""
+    units, options = problem.units, [option for unit in problem.units for option in unit.options]
+    return (
+        sum(value.num_bytes for value in problem.values)
+        + sum(unit.output_bytes + unit.gradient_bytes + unit.parameter_gradient_bytes for unit in units)
+        + sum(option.held_bytes + sum(option.scratch) for option in options)
     )
-    for option in unit.options:
-        if option.backward_transient_bytes < -gradient_bytes:
-            raise ProblemError(
-                f"Unit {unit.name!r}: option {option.name!r} has backward_transient_bytes of"
-                f" {option.backward_transient_bytes}, and the gradients of output and inputs have {gradient_bytes}."
-            )
 
 
 def _validate_references(units: Sequence[Unit], *, index: int, known: set[str]) -> None:
@@ -384,13 +462,6 @@ def _validate_references(units: Sequence[Unit], *, index: int, known: set[str]) 
             )
     if len(set(unit.skips)) < len(unit.skips):
         raise ProblemError(f"Unit {unit.name!r} names a skip twice: {unit.skips}.")
-    input_bytes = units[index - 1].output_bytes if index else 0
-    for option in unit.options:
-        if option.freed_input_bytes > input_bytes:
-            raise ProblemError(
-                f"Unit {unit.name!r}: option {option.name!r} frees {option.freed_input_bytes} bytes of the unit's"
-                f" input, which has {input_bytes}{'' if index else ' that may go: the first input stays'}."
-            )
     wanted = {*unit.output_links, *(name for option in unit.options for name in option.held_links)}
     if wanted - known:
         raise ProblemError(

@@ -14,6 +14,7 @@ from recoup.planning.ledger import Ledger
 from recoup.planning.problem import Option, Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulation import Simulation
+from recoup.planning.values import Instances
 
 __all__ = ["simulate"]
 
@@ -49,7 +50,9 @@ class _Machine:
         self.units = problem.units
         self.last = len(self.units) - 1
         self.lightest = [unit.lightest for unit in self.units]
-        self.ledger = Ledger(problem.resident_bytes + problem.input_bytes, links=problem.links)
+        self.instances = Instances(problem.other_values, schedule)
+        initial_bytes = problem.resident_bytes + problem.input_bytes + self.instances.initial_bytes
+        self.ledger = Ledger(initial_bytes, links=problem.links)
         self.action: Action | None = None
         # Where a value is: on the device, or the name of the link that it was sent over.
         self.outputs: dict[int, str] = {}
@@ -133,6 +136,7 @@ class _Machine:
         option = self.lightest[index] if action.option is None else self.option(index, action.option)
         self.read_inputs(index)
         needed_bytes = unit.output_bytes + option.held_bytes + option.forward_transient_bytes
+        needed_bytes += self.begin()
         forward_s = option.forward_s
         if action.option is not None and self.num_forwards[index]:
             forward_s += option.again_s
@@ -151,7 +155,19 @@ class _Machine:
         if index == self.last and index not in self.gradients:
             self.add_gradient(index)
         self.free_unread(index)
+        self.end()
         self.ledger.note(index, "after")
+
+    def begin(self) -> int:
+        """Frees the values that the action's scratch counts; returns the bytes of those that it makes."""
+        action = self.ledger.action
+        self.ledger.add(-self.instances.taken_bytes[action])
+        return self.instances.made_bytes[action]
+
+    def end(self) -> None:
+        """Allocates the values that outlive the action, and frees those that it read last."""
+        action = self.ledger.action
+        self.ledger.add(self.instances.kept_bytes[action] - self.instances.freed_bytes[action])
 
     def check_once(self, action: Forward) -> None:
         """Checks a forward of a unit that runs once."""
@@ -181,7 +197,7 @@ class _Machine:
         for source in (index - 1, *unit.skips):
             if source not in self.gradients:
                 self.add_gradient(source)
-        extra_bytes = option.backward_transient_bytes
+        extra_bytes = option.backward_transient_bytes + self.begin()
         self.ledger.compute(option.backward_s, extra_bytes=extra_bytes, unit=index, phase="backward")
         if index in self.held_option:
             self.free_held(index)
@@ -190,6 +206,7 @@ class _Machine:
         self.next_backward -= 1
         self.free_unread(index)
         self.free_unread(index - 1)
+        self.end()
         self.ledger.note(index, "after")
 
     def option(self, unit: int, index: int) -> Option:

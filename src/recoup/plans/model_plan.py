@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 
 from recoup import planning
 from recoup.budgets import read_share
 from recoup.errors import BudgetError
-from recoup.model.recipe import KEEP, RECOMPUTE, Recipe
+from recoup.model.recipe import KEEP, Recipe
 from recoup.planning.plan import Session
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
 from recoup.plans.profile import Profile, ProfiledUnit
-from recoup.plans.tree import Item, Leaf, Segment, leaves_of, tree_of
+from recoup.plans.tree import Item, Leaf, Segment, tree_of
 from recoup.sizes import format_bytes
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
 
 # What an eager model can run: options per unit, and (nested) segments. No moves to other stores.
 _SOLVERS = (ChainSolver(), SelectSolver())
-_MOST_TIGHTER = 4
 _NOTED_SHARE = 0.01
 """An output that takes less of the peak than this is not worth a sentence."""
 
@@ -59,7 +58,7 @@ class ModelPlan:
     @cached_property
     def predicted_bytes(self) -> int:
         """The predicted peak of the whole step, the optimizer's step included."""
-        return max(_peak_bytes(self), self.profile.residents.optimizer_peak_bytes)
+        return max(self.schedule.predicted.peak_bytes, self.profile.residents.optimizer_peak_bytes)
 
     @property
     def predicted_s(self) -> float:
@@ -179,80 +178,16 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
         raise refusal(tightest(profile), budget_bytes)
-    roomy_bytes = _without_room(budget_bytes, profile)
+    usable_bytes = _usable_bytes(budget_bytes, profile)
     session = Session(profile.problem, solvers=_SOLVERS)
-    chosen = _plan_below(profile, session, roomy_bytes)
-    # What is refused is decided by the smallest budget alone, also where measured seconds lead below it.
-    if chosen is None or roomy_bytes < session.smallest_bytes + _most_swept_bytes(profile):
+    least = None
+    # Measured seconds may lead below the smallest budget, which is known without them.
+    if usable_bytes < max(session.smallest_bytes, floor):
         least = tightest(profile)
-        if least.predicted_bytes > roomy_bytes:
+        if least.predicted_bytes > usable_bytes:
             raise refusal(least, budget_bytes)
-        chosen = chosen or least
+    chosen = least or ModelPlan(profile, session.plan(usable_bytes), budget_bytes)
     return replace(chosen, budget_bytes=budget_bytes)
-
-
-def _plan_below(profile: Profile, session: Session, budget_bytes: int) -> ModelPlan | None:
-    """Plans with room for what segments hold besides their input, which the planner does not know of."""
-    spare_bytes = 0
-    while spare_bytes < budget_bytes:
-        try:
-            found = session.plan(budget_bytes - spare_bytes)
-        except BudgetError:
-            return None
-        chosen = ModelPlan(profile, found, budget_bytes)
-        if chosen.predicted_bytes <= budget_bytes:
-            return chosen
-        excess_bytes = chosen.predicted_bytes - budget_bytes
-        # First by as much as is missing; plans differ by little, so after that by all that may be.
-        all_bytes = sum(_swept_bytes_by_unit(chosen).values()) if spare_bytes else 0
-        spare_bytes = max(spare_bytes + excess_bytes, all_bytes)
-    return None
-
-
-def _peak_bytes(plan: ModelPlan) -> int:
-    """The most of any moment, with what units in segments hold until their segment's backward has run."""
-    actions, predicted = plan.schedule.schedule.actions, plan.schedule.predicted
-    swept = _swept_bytes_by_unit(plan)
-    if not any(swept.values()):
-        return predicted.peak_bytes
-    totals = {
-        item.first: sum(swept[unit] for unit in range(item.first, item.last + 1))
-        for item in plan.items
-        if isinstance(item, Segment)
-    }
-    changes = [0] * (len(actions) + 1)
-    for index, action in enumerate(actions):
-        if isinstance(action, planning.Forward):
-            changes[index] += swept.pop(action.unit, 0)
-        elif isinstance(action, planning.Backward):
-            changes[index + 1] -= totals.get(action.unit, 0)
-    held_bytes = list(accumulate(changes))
-    return max(moment.num_bytes + held_bytes[moment.action] for moment in predicted.timeline)
-
-
-def _swept_bytes_by_unit(plan: ModelPlan) -> dict[int, int]:
-    segments = (item for item in plan.items if isinstance(item, Segment))
-    return {leaf.unit: _swept_bytes(plan, leaf) for leaf in leaves_of(segments)}
-
-
-def _swept_bytes(plan: ModelPlan, leaf: Leaf) -> int:
-    """What one unit holds when it is replayed as a whole: copies of buffers, arguments from outside its segment.
-
-    Modules inside it that are replayed again hold copies too, as does the whole unit where it is replayed again. Where
-    that was not measured, as much as with any of them.
-    """
-    unit, recipe = plan.profile.units[leaf.unit], plan.recipe(leaf)
-    options = zip(unit.recipes, plan.profile.problem.units[leaf.unit].options, strict=True)
-    held = {found: option.held_bytes for found, option in options if found.whole}
-    whole = replace(recipe, whole=True)
-    if whole in held:
-        return held[whole] + (held.get(RECOMPUTE, held[whole]) if recipe.whole else 0)
-    return max(held.values(), default=0) if recipe.inner else min(held.values(), default=0)
-
-
-def _most_swept_bytes(profile: Profile) -> int:
-    """At least what any plan's segments hold: twice the most of each unit, as where it is replayed again."""
-    return sum(2 * max(option.held_bytes for option in unit.options) for unit in profile.problem.units)
 
 
 def minimum_budget(profile: Profile) -> int:
@@ -263,7 +198,7 @@ def minimum_budget(profile: Profile) -> int:
     return smallest_budget(tightest(profile))
 
 
-def _without_room(budget_bytes: int, profile: Profile) -> int:
+def _usable_bytes(budget_bytes: int, profile: Profile) -> int:
     """What plans may take of a budget: on a GPU a thousandth less, since real steps were up to 0.09 % above prediction.
 
     Its allocator does not split every block, so that a tensor may take up to 1 MiB more than it needs. The optimizer's
@@ -277,33 +212,20 @@ def smallest_budget(plan: ModelPlan, measured_bytes: int = 0) -> int:
     """The smallest budget that leaves room above a plan's peak: as measured, or as predicted where no step was run."""
     peak_bytes = measured_bytes or plan.predicted_bytes
     budget_bytes = max(peak_bytes, plan.profile.residents.optimizer_peak_bytes)
-    while (missing_bytes := peak_bytes - _without_room(budget_bytes, plan.profile)) > 0:
+    while (missing_bytes := peak_bytes - _usable_bytes(budget_bytes, plan.profile)) > 0:
         budget_bytes += missing_bytes
     return budget_bytes
 
 
 def tightest(profile: Profile) -> ModelPlan:
-    """The plan that needs the least memory, as predicted; the same one whatever the seconds of the day.
-
-    At the planner's smallest budget, segments may hold more than they save: then others need less.
-    """
+    """The plan that needs the least memory, as predicted; the same one whatever the seconds of the day."""
     steady = replace(profile, problem=_with_steady_seconds(profile))
     session = Session(steady.problem, solvers=_SOLVERS)
-    smallest = session.smallest_bytes
-    best = ModelPlan(steady, session.plan(smallest), smallest)
-    for _ in range(_MOST_TIGHTER):
-        peak_bytes = _peak_bytes(best)
-        is_least = peak_bytes <= max(smallest, profile.residents.optimizer_peak_bytes)
-        tighter = None if is_least else _plan_below(steady, session, peak_bytes - 1)
-        if tighter is None:
-            break
-        best = tighter
-    found, problem = best.schedule, profile.problem
-    bound = relaxed_bound(problem, found.budget_bytes)
-    predicted = planning.simulate(problem, found.schedule)
-    return ModelPlan(
-        profile, replace(found, problem=problem, bound=bound, predicted=predicted), best.budget_bytes
-    )
+    best = session.plan(session.smallest_bytes)
+    bound = relaxed_bound(profile.problem, best.budget_bytes)
+    predicted = planning.simulate(profile.problem, best.schedule)
+    found = replace(best, problem=profile.problem, bound=bound, predicted=predicted)
+    return ModelPlan(profile, found, best.budget_bytes)
 
 
 def _with_steady_seconds(profile: Profile) -> planning.Problem:
@@ -389,7 +311,7 @@ def _floor(least: ModelPlan, measured_bytes: int) -> dict[str, int]:
         "sample and other tensors": residents.other_bytes,
         f"the model's output ({profile.output_names})": output_bytes,
     }
-    peak_bytes = measured_bytes or _peak_bytes(least)
+    peak_bytes = measured_bytes or predicted.peak_bytes
     parts["activations and workspace there"] = max(0, peak_bytes - sum(parts.values()))
     return parts
 
@@ -431,7 +353,9 @@ def frontier(
     ]
     least = tightest(profile)
     smallest = smallest_budget(least)
-    first = _plan_below(profile, session, _without_room(smallest, profile)) or least
+    usable_bytes = _usable_bytes(smallest, profile)
+    is_feasible = usable_bytes >= session.smallest_bytes
+    first = ModelPlan(profile, session.plan(usable_bytes), smallest) if is_feasible else least
     points = (
         [replace(first, budget_bytes=smallest)] if given is None or max(given, default=0) >= smallest else []
     )

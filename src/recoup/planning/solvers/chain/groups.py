@@ -17,6 +17,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from recoup.planning.actions import Action, Backward, Forward, Keep
+from recoup.planning.additive import AdditiveOption, AdditiveUnit
 from recoup.planning.problem import Option, Problem, Unit
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
@@ -99,18 +100,21 @@ def group_chain(problem: Problem, *, num_groups: int) -> Grouping:
         # Equal groups are measured once; names do not matter.
         key = (source_bytes, tuple(replace(unit, name="unit") for unit in members))
         if key not in known:
-            head = tuple(replace(option, freed_input_bytes=0) for option in members[0].options)
+            head = tuple(
+                replace(option, freed=0) if isinstance(option, AdditiveOption) else option
+                for option in members[0].options
+            )
             members = (replace(members[0], options=head), *members[1:])
             known[key] = _measure(Problem(members, input_gradient_bytes=source_bytes))
         mixes.append(known[key])
         units.append(
-            Unit(
+            AdditiveUnit(
                 f"group{group}",
                 [mix.option for mix in known[key]],
                 output_bytes=members[-1].output_bytes,
                 gradient_bytes=members[-1].gradient_bytes,
                 parameter_gradient_bytes=sum(unit.parameter_gradient_bytes for unit in members),
-                left_bytes=sum(unit.left_bytes for unit in members),
+                left=sum(unit.lasting_bytes - unit.parameter_gradient_bytes for unit in members),
                 runs_once=any(unit.runs_once for unit in members),
             )
         )

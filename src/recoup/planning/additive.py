@@ -1,0 +1,247 @@
+"""The additive numbers of a problem: what solvers calculate with, derived here and nowhere else.
+
+A solver's recurrences know a unit's output, its gradient, what its options hold and need, and what is there once its backward
+has run. Values with other lifetimes are pressed into these numbers here: rounded up, so that a plan is safe
+wherever a value's lifetime depends on the plan, or rounded down, so that a bound is valid. ``simulate`` judges the plans on
+the values themselves.
+
+NOTE [ Values as additive numbers ]
+    1. A value that unit *p* makes for the forward of unit *p + 1* is part of *p*'s output. An option of *p + 1* whose
+       backward does not read it frees it (``freed_input_bytes``).
+    2. A value that only *p*'s own backward reads counts as held by the options of *p* that read it.
+    3. Any other value of *p*'s forward counts as held by *p*. If it is freed with the backward of *e*, that is a change
+       in bytes after the backward of *e*, which *p*'s backward takes back (``left_bytes``).
+    4. A value that only later forwards read is scratch of those.
+    5. A gradient that goes to the unit before is the gradient of that unit's output. Any other one is a change in bytes
+       after the backwards that make and read it.
+    6. Where a measured backward needs less than the gradients of output and input together, its scratch is below 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recoup.planning.problem import Option, Problem, Scratch, Unit
+from recoup.planning.values import SWEPT, Lifetime, Phase, Use
+
+__all__ = ["AdditiveOption", "AdditiveUnit", "additive", "rounded_bytes"]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class AdditiveOption(Option):
+    """An option in a solver's numbers. Its scratch may be below 0.
+
+    Attributes:
+        freed: of the unit's input, bytes that nobody needs once this option's forward has run.
+    """
+
+    freed: int
+
+    def __init__(self, name: str, *, freed: int = 0, **numbers: Any) -> None:
+        object.__setattr__(self, "freed", freed)
+        Option.__init__(self, name, **numbers)
+
+    def _validate(self) -> None:
+        """Nothing: its numbers were derived from checked ones."""
+
+    @property
+    def freed_input_bytes(self) -> int:
+        """Of the unit's input, what nobody needs once this option's forward has run."""
+        return self.freed
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class AdditiveUnit(Unit):
+    """A unit in a solver's numbers.
+
+    Attributes:
+        left: the net change in bytes after its backward, apart from parameter gradients; it may be below 0.
+    """
+
+    left: int
+
+    def __init__(self, name: str, options: Sequence[Option], *, left: int = 0, **numbers: Any) -> None:
+        object.__setattr__(self, "left", left)
+        Unit.__init__(self, name, options, **numbers)
+
+    @property
+    def lasting_bytes(self) -> int:
+        """By how much more is there once its backward has run, its own gradient and held bytes apart."""
+        return self.parameter_gradient_bytes + self.left
+
+
+def additive(problem: Problem, *, is_bound: bool = False) -> Problem:
+    """The problem in a solver's numbers: rounded up, or down for a bound."""
+    return _Numbers(problem, is_bound=is_bound).problem() if problem.other_values else problem
+
+
+def rounded_bytes(problem: Problem) -> int:
+    """At most by how much the additive numbers of any plan exceed its simulation."""
+    return _Numbers(problem, is_bound=False).rounded_bytes if problem.other_values else 0
+
+
+class _Numbers:
+    """The sums that a problem's values add to, unit by unit."""
+
+    def __init__(self, problem: Problem, *, is_bound: bool) -> None:
+        self.source, self.is_bound = problem, is_bound
+        units, num_units = problem.units, problem.num_units
+        self.last = num_units - 1
+        self.resident = 0
+        self.output, self.gradient, self.left, self.passing = ([0] * num_units for _ in range(4))
+        self.forward_made, self.backward_made = [0] * num_units, [0] * num_units
+        self.held = [[0] * len(unit.options) for unit in units]
+        self.freed = [[0] * len(unit.options) for unit in units]
+        self.holds = [[False] * len(unit.options) for unit in units]
+        self.rounded_bytes = 0
+        for value in problem.other_values:
+            self._add(value)
+
+    def problem(self) -> Problem:
+        """The additive problem."""
+        units = [self._unit(index) for index in range(len(self.source.units))]
+        return replace(
+            self.source,
+            units=tuple(units),
+            values=tuple(value for value in self.source.values if value not in self.source.other_values),
+            resident_bytes=self.source.resident_bytes + self.resident,
+        )
+
+    def _unit(self, index: int) -> AdditiveUnit:
+        unit = self.source.units[index]
+        return AdditiveUnit(
+            unit.name,
+            [self._option(index, position) for position in range(len(unit.options))],
+            output_bytes=unit.output_bytes + self.output[index],
+            gradient_bytes=unit.gradient_bytes + self.gradient[index],
+            parameter_gradient_bytes=unit.parameter_gradient_bytes,
+            left=self.left[index],
+            skips=unit.skips,
+            output_links=unit.output_links,
+            runs_once=unit.runs_once,
+        )
+
+    def _option(self, index: int, position: int) -> AdditiveOption:
+        option = self.source.units[index].options[position]
+        made_bytes = self.forward_made[index] - self.output[index] - self.held[index][position]
+        # The solvers count the gradients of output and input beside the scratch; here it includes them.
+        counted = self.gradient[index] + (self.gradient[index - 1] if index else 0)
+        scratch = Scratch(
+            max(0, option.scratch.forward + made_bytes) + self.passing[index],
+            option.scratch.replay,
+            option.scratch.backward + self.backward_made[index] - counted,
+        )
+        return AdditiveOption(
+            option.name,
+            freed=self.freed[index][position],
+            forward_s=option.forward_s,
+            backward_s=option.backward_s,
+            extra_s=option.extra_s,
+            again_s=option.again_s,
+            held_bytes=option.held_bytes + self.held[index][position],
+            holds_output=option.holds_output or self.holds[index][position],
+            scratch=scratch,
+            held_links=option.held_links,
+        )
+
+    def _add(self, value: Lifetime) -> None:
+        made = value.made
+        if made is None:
+            self._add_initial(value)
+        elif made.phase is Phase.BACKWARD:
+            self._add_gradient(value, made.unit)
+        elif made.options == (SWEPT,):
+            # Any unit may be swept over, or none.
+            self._round(value)
+            self.resident += 0 if self.is_bound else value.num_bytes
+        else:
+            self._add_activation(value, made)
+
+    def _round(self, value: Lifetime) -> None:
+        self.rounded_bytes += value.num_bytes
+
+    def _add_initial(self, value: Lifetime) -> None:
+        end = min(_backward_readers(value), default=self.last)
+        self.resident += value.num_bytes
+        if not value.stays:
+            self.left[end] -= value.num_bytes
+
+    def _add_gradient(self, value: Lifetime, maker: int) -> None:
+        if not value.in_scratch:
+            self.backward_made[maker] += value.num_bytes
+        reader = min(_backward_readers(value), default=maker)
+        if value.stays:
+            self.left[maker] += value.num_bytes
+        elif reader == maker - 1 and value.in_scratch:
+            self.gradient[reader] += value.num_bytes
+        elif reader < maker:
+            self.left[maker] += value.num_bytes
+            self.left[reader + value.in_scratch] -= value.num_bytes
+
+    def _add_activation(self, value: Lifetime, made: Use) -> None:
+        """NOTE [ Values as additive numbers ], 1 to 4."""
+        maker, size = made.unit, value.num_bytes
+        if not value.in_scratch:
+            self.forward_made[maker] += size
+        readers = _backward_readers(value)
+        forwards = {use.unit for use in value.read if use.phase is not Phase.BACKWARD}
+        is_near = max([*readers, *forwards, maker]) <= maker + 1 and made.phase is Phase.FORWARD
+        if (
+            is_near
+            and not value.stays
+            and maker + 1 in {use.unit for use in value.read if use.phase is Phase.FORWARD}
+        ):
+            self._add_output(value, maker)
+        elif is_near and not value.stays and set(readers) == {maker}:
+            for position in self._positions(readers[maker], maker):
+                self.held[maker][position] += size
+            self._pass(value, maker, forwards)
+        elif readers or value.stays:
+            self._add_held(value, maker, min(readers, default=maker))
+        else:
+            self._pass(value, maker, forwards)
+
+    def _positions(self, uses: list[Use], unit: int) -> list[int]:
+        """The options of a unit under which it uses a value."""
+        options = range(len(self.source.units[unit].options))
+        return [position for position in options if any(use.holds_for(position) for use in uses)]
+
+    def _add_output(self, value: Lifetime, maker: int) -> None:
+        readers, size = _backward_readers(value), value.num_bytes
+        self.output[maker] += size
+        holding = self._positions(readers.get(maker, []), maker)
+        if holding:
+            # An output is held as a whole or not at all.
+            self._round(value)
+        if not self.is_bound:
+            for position in holding:
+                self.holds[maker][position] = True
+        reading = self._positions(readers.get(maker + 1, []), maker + 1)
+        for position in range(len(self.source.units[maker + 1].options)):
+            if position not in reading:
+                self.freed[maker + 1][position] += size
+
+    def _add_held(self, value: Lifetime, maker: int, end: int) -> None:
+        """Held by every option of its maker until the backward of ``end``, or to the end of the step."""
+        self._round(value)
+        if self.is_bound:
+            return
+        for position in range(len(self.held[maker])):
+            self.held[maker][position] += value.num_bytes
+        if value.stays or end != maker:
+            self.left[maker] += value.num_bytes
+            self.left[end] -= 0 if value.stays else value.num_bytes
+
+    def _pass(self, value: Lifetime, maker: int, forwards: set[int]) -> None:
+        for unit in range(maker + 1, max(forwards, default=maker) + 1):
+            self.passing[unit] += 0 if self.is_bound else value.num_bytes
+
+
+def _backward_readers(value: Lifetime) -> dict[int, list[Use]]:
+    found: dict[int, list[Use]] = {}
+    for use in value.read:
+        if use.phase is Phase.BACKWARD:
+            found.setdefault(use.unit, []).append(use)
+    return found

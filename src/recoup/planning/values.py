@@ -1,0 +1,206 @@
+"""Values with lifetimes: everything that takes bytes for longer than one phase of a step.
+
+A phase is the forward, a replay or the backward of one unit. An output, a skip, a saved tensor, a gradient, an argument
+that a segment holds, an output that the caller holds: each is bytes, the phase that makes it and the phases that read it.
+``simulate`` allocates a value when its maker has run and frees it after its last reader *in this schedule*. A new
+case is a new reader, never a new field.
+
+What actions keep, drop and move by name (a unit's own output and held bytes) is described by numbers of the unit and its
+options; see NOTE [ The memory model ] in ``recoup.planning.problem``.
+
+NOTE [ Instances ]
+    1. A unit that runs again makes its values again. Each time is an instance of its own.
+    2. A phase reads the instance that was made last before it. An instance without readers lives only while its
+       maker runs.
+    3. What stays until the end of the step is the first instance.
+    4. An instance that two forwards of one unit read is held for the unit's replay, and until its backward has run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+
+from recoup.errors import ProblemError
+from recoup.planning.actions import Backward, Forward
+from recoup.planning.checks import check_bytes, check_name
+from recoup.planning.schedule import Schedule
+
+__all__ = ["SWEPT", "Instances", "Lifetime", "Phase", "Use", "merged"]
+
+SWEPT = -1
+"""In the place of an option's index: a forward that keeps nothing, or only its input."""
+
+
+class Phase(Enum):
+    """When a unit runs."""
+
+    FIRST = "first forward"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A phase of one unit, which makes or reads a value.
+
+    Args:
+        phase: every forward, only the first one, or the backward.
+        unit: index of the unit.
+        options: those under which it uses the value (`SWEPT`: a forward that keeps nothing); empty for all.
+    """
+
+    phase: Phase
+    unit: int
+    options: tuple[int, ...] = ()
+
+    def holds_for(self, option: int) -> bool:
+        """Whether it uses the value under an option."""
+        return not self.options or option in self.options
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """A value: its bytes, the phase that makes it, and the phases that read it.
+
+    Args:
+        name: for people; several values may share one.
+        num_bytes: that it takes from the end of its maker to the end of its last reader.
+        made: by which phase; ``None`` if it is there when the step begins.
+        read: the phases that read it.
+        stays: whether it lives until the end of the step.
+        in_scratch: whether the scratch of the phase that makes it, and of the backward that frees it, counts it already.
+
+    >>> skip = Lifetime("skip", 8, made=Use(Phase.FORWARD, 0), read=[Use(Phase.FORWARD, 2), Use(Phase.BACKWARD, 2)])
+    >>> skip.num_bytes
+    8
+    """
+
+    name: str
+    num_bytes: int
+    made: Use | None = field(kw_only=True)
+    read: tuple[Use, ...] = field(default=(), kw_only=True)
+    stays: bool = field(default=False, kw_only=True)
+    in_scratch: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_name("A value", self.name)
+        check_bytes(f"Value {self.name!r}", num_bytes=self.num_bytes)
+        object.__setattr__(self, "read", tuple(self.read))
+
+    @property
+    def uses(self) -> Iterator[Use]:
+        """Its maker and its readers."""
+        return iter((self.made, *self.read) if self.made else self.read)
+
+    def check(self, num_units: int) -> None:
+        """Refuses units that do not exist.
+
+        Raises:
+            ProblemError: it names one.
+        """
+        for use in self.uses:
+            if not 0 <= use.unit < num_units:
+                raise ProblemError(
+                    f"Value {self.name!r}: there is no unit {use.unit}; the problem has units 0 to {num_units - 1}."
+                )
+
+
+def merged(values: Iterable[Lifetime]) -> tuple[Lifetime, ...]:
+    """The same with one value in the place of several that live alike and have one name."""
+    found: dict[tuple[object, ...], int] = defaultdict(int)
+    for value in values:
+        found[value.name, value.made, value.read, value.stays, value.in_scratch] += value.num_bytes
+    return tuple(
+        Lifetime(name, num_bytes, made=made, read=read, stays=stays, in_scratch=in_scratch)  # type: ignore[arg-type]
+        for (name, made, read, stays, in_scratch), num_bytes in found.items()
+        if num_bytes
+    )
+
+
+class _Runs:
+    """When the units of a schedule run, and under which options."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.forwards: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.backwards: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.backward_actions: set[int] = set()
+        for index, action in enumerate(schedule):
+            match action:
+                case Forward():
+                    option = SWEPT if action.option is None else action.option
+                    self.forwards[action.unit].append((index, option))
+                case Backward():
+                    self.backward_actions.add(index)
+                    self.backwards[action.unit].append((index, action.option))
+
+    def is_replayed(self, unit: int) -> bool:
+        """Whether a unit's forward runs more than once."""
+        return len(self.forwards[unit]) > 1
+
+    def held_until(self, unit: int, start: int, end: int) -> int:
+        """The backward of a unit whose forward runs twice between two actions; -1 if it does not."""
+        num_runs = sum(start < index <= end for index, _ in self.forwards[unit])
+        return self.backwards[unit][-1][0] if num_runs > 1 and self.backwards[unit] else -1
+
+    def of(self, use: Use) -> list[int]:
+        """The actions that are a use."""
+        runs = self.backwards[use.unit] if use.phase is Phase.BACKWARD else self.forwards[use.unit]
+        runs = runs[:1] if use.phase is Phase.FIRST else runs
+        return [index for index, option in runs if use.holds_for(option)]
+
+
+class Instances:
+    """The instances of all values over a schedule, by the actions that allocate and free them.
+
+    Attributes:
+        made_bytes: by action, what it makes beyond its scratch, whether or not that outlives it.
+        kept_bytes: by action, what it makes that outlives it.
+        taken_bytes: by action, what it frees as it begins: its scratch counts that.
+        freed_bytes: by action, what it frees as it ends.
+        initial_bytes: what is there when the step begins.
+    """
+
+    def __init__(self, values: Iterable[Lifetime], schedule: Schedule) -> None:
+        self._runs, self._end = _Runs(schedule), len(schedule)
+        self.made_bytes: dict[int, int] = defaultdict(int)
+        self.kept_bytes: dict[int, int] = defaultdict(int)
+        self.taken_bytes: dict[int, int] = defaultdict(int)
+        self.freed_bytes: dict[int, int] = defaultdict(int)
+        self.initial_bytes = 0
+        for value in values:
+            self._add(value)
+
+    def _add(self, value: Lifetime) -> None:
+        made = [-1] if value.made is None else self._runs.of(value.made)
+        if value.made is not None and not value.in_scratch:
+            for index in made:
+                self.made_bytes[index] += value.num_bytes
+        reads = sorted({index for use in value.read for index in self._runs.of(use)})
+        replayed = [use.unit for use in value.read if use.phase is Phase.FORWARD and self._runs.is_replayed(use.unit)]
+        for instance, (start, end) in enumerate(pairwise([*made, self._end])):
+            if value.stays and instance == 0:
+                self._allocate(value, start)
+                continue
+            last = _last_read(reads, start, end)
+            if last is not None:
+                last = max([last, *(self._runs.held_until(unit, start, end) for unit in replayed)])
+                self._allocate(value, start)
+                is_taken = value.in_scratch and last in self._runs.backward_actions
+                (self.taken_bytes if is_taken else self.freed_bytes)[last] += value.num_bytes
+
+    def _allocate(self, value: Lifetime, start: int) -> None:
+        if start < 0:
+            self.initial_bytes += value.num_bytes
+        else:
+            self.kept_bytes[start] += value.num_bytes
+
+
+def _last_read(reads: Sequence[int], start: int, end: int) -> int | None:
+    """The last read after ``start`` and at most at ``end``, of sorted ones."""
+    position = bisect_left(reads, end + 1)
+    return reads[position - 1] if position and reads[position - 1] > start else None
