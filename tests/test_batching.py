@@ -95,7 +95,6 @@ def test_between_two_batch_sizes_every_cost_lies_on_a_line() -> None:
             backward_s=2 * factor,
             again_s=0.5 * factor,
             held_bytes=int(10 * factor),
-            freed_input_bytes=int(3 * factor),
             forward_transient_bytes=int(7 * factor),
             backward_transient_bytes=int(5 * factor),
         )

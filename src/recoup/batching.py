@@ -32,7 +32,8 @@ from recoup.measuring import Hardware, Profile, find_hardware, measure
 from recoup.model.made import Made, read_made
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units
-from recoup.planning import Option, Problem, Unit
+from recoup.planning import Option, Unit
+from recoup.planning.problem import Scratch, with_options
 from recoup.plans import ModelPlan, plan
 from recoup.sizes import format_bytes
 from recoup.tensors import map_tensors, tensors_in
@@ -347,8 +348,7 @@ def _spread(known: list[int], best: int, most: int) -> list[int]:
 
 def _between(low: Profile, high: Profile, share: float) -> Profile | None:
     """A profile on the line between two; ``None`` if they are not alike."""
-    pairs = list(zip(low.problem.units, high.problem.units, strict=False))
-    if len(low.units) != len(high.units) or any(first.name != second.name for first, second in pairs):
+    if [unit.name for unit in low.problem.units] != [unit.name for unit in high.problem.units]:
         return None
 
     def line(first: float, second: float) -> float:
@@ -357,46 +357,43 @@ def _between(low: Profile, high: Profile, share: float) -> Profile | None:
     def whole(first: int, second: int) -> int:
         return round(line(first, second))
 
-    units, profiled = [], []
-    for (first, second), named in zip(pairs, low.units, strict=True):
-        others = {option.name: option for option in second.options}
-        both = [option for option in first.options if option.name in others]
-        if not both:
-            return None
-        options = [_option_between(option, others[option.name], line) for option in both]
-        recipes = [
-            recipe
-            for recipe, option in zip(named.recipes, first.options, strict=True)
-            if option.name in others
-        ]
-        units.append(
-            Unit(
-                first.name,
-                options,
-                output_bytes=whole(first.output_bytes, second.output_bytes),
-                gradient_bytes=whole(first.gradient_bytes, second.gradient_bytes),
-                parameter_gradient_bytes=whole(
-                    first.parameter_gradient_bytes, second.parameter_gradient_bytes
-                ),
-                left_bytes=whole(first.left_bytes, second.left_bytes),
-                runs_once=first.runs_once or second.runs_once,
-            )
-        )
-        profiled.append(replace(named, recipes=tuple(recipes)))
-    resident_bytes = whole(low.problem.resident_bytes, high.problem.resident_bytes)
-    problem = Problem(units, resident_bytes=resident_bytes)
+    names = [
+        {option.name for option in first.options} & {option.name for option in second.options}
+        for first, second in zip(low.problem.units, high.problem.units, strict=True)
+    ]
+    if not all(names):
+        return None
+    first, second = with_options(low.problem, names), with_options(high.problem, names)
+    sizes, others = ({replace(v, num_bytes=0): v.num_bytes for v in one.values} for one in (first, second))
+    if sizes.keys() != others.keys():
+        return None
+    values = tuple(replace(value, num_bytes=whole(size, others[value])) for value, size in sizes.items())
+    units = [_unit_between(*pair, line) for pair in zip(first.units, second.units, strict=True)]
+    profiled = [
+        replace(unit, recipes=tuple(recipe for recipe in unit.recipes if recipe.name in kept))
+        for unit, kept in zip(low.units, names, strict=True)
+    ]
+    problem = replace(first, units=tuple(units), values=values)
     return replace(low, units=tuple(profiled), problem=problem)
 
 
+def _unit_between(first: Unit, second: Unit, line: Callable[[float, float], float]) -> Unit:
+    return replace(
+        first,
+        options=tuple(
+            _option_between(*pair, line) for pair in zip(first.options, second.options, strict=True)
+        ),
+        parameter_gradient_bytes=round(line(first.parameter_gradient_bytes, second.parameter_gradient_bytes)),
+        runs_once=first.runs_once or second.runs_once,
+    )
+
+
 def _option_between(first: Option, second: Option, line: Callable[[float, float], float]) -> Option:
-    return Option(
-        first.name,
+    return replace(
+        first,
         forward_s=line(first.forward_s, second.forward_s),
         backward_s=line(first.backward_s, second.backward_s),
         again_s=line(first.again_s, second.again_s),
         held_bytes=round(line(first.held_bytes, second.held_bytes)),
-        holds_output=first.holds_output or second.holds_output,
-        freed_input_bytes=int(line(first.freed_input_bytes, second.freed_input_bytes)),
-        forward_transient_bytes=round(line(first.forward_transient_bytes, second.forward_transient_bytes)),
-        backward_transient_bytes=round(line(first.backward_transient_bytes, second.backward_transient_bytes)),
+        scratch=Scratch(*(round(line(*pair)) for pair in zip(first.scratch, second.scratch, strict=True))),
     )

@@ -24,7 +24,6 @@ from recoup.model.slices import find_module
 from recoup.model.stand_in import install, installed
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, parts_of, split_units
-from recoup.planning import Problem
 from recoup.plans.model_plan import refusal, smallest_budget, tightest
 from recoup.plans.profile import Profile
 from recoup.progress import note
@@ -313,5 +312,5 @@ def _with_surprise(chosen: ModelPlan, peak_bytes: int) -> Profile:
     """The profile with the bytes that the prediction missed, as if they were always there."""
     surprise = peak_bytes - chosen.predicted_bytes
     problem = chosen.profile.problem
-    learned = Problem(problem.units, resident_bytes=problem.resident_bytes + max(0, surprise))
+    learned = problem.with_resident(problem.resident_bytes + max(0, surprise))
     return replace(chosen.profile, problem=learned)

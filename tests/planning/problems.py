@@ -9,6 +9,8 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from recoup.planning import Option, Problem, Unit
+from recoup.planning.additive import AdditiveOption, AdditiveUnit
+from recoup.planning.values import Lifetime, Phase, Use
 
 
 def random_problem(
@@ -40,8 +42,9 @@ def random_problem(
     units = []
     for index in range(num_units):
         forward_s, backward_s, everything = rng.randint(1, 9), rng.randint(1, 9), size(0, 12)
+        kind = AdditiveOption if early else Option
         options = [
-            Option(
+            kind(
                 "keep",
                 forward_s=forward_s,
                 backward_s=backward_s,
@@ -67,17 +70,15 @@ def random_problem(
                     backward_transient_bytes=everything,
                 )
             )
-        units.append(
-            Unit(
-                f"u{index}",
-                options,
-                output_bytes=size(1, 6),
-                gradient_bytes=size(1, 6),
-                parameter_gradient_bytes=rng.choice([0, 0, 1, 3]) * scale,
-                left_bytes=left[index],
-                runs_once=index in once,
-            )
+        unit = Unit(
+            f"u{index}",
+            options,
+            output_bytes=size(1, 6),
+            gradient_bytes=size(1, 6),
+            parameter_gradient_bytes=rng.choice([0, 0, 1, 3]) * scale,
+            runs_once=index in once,
         )
+        units.append(AdditiveUnit.of(unit, left=left[index]) if leaves else unit)
     return Problem(
         units,
         input_bytes=size(0, 4),
@@ -128,7 +129,9 @@ def equal_problem(
 
 
 @st.composite
-def small_problems(draw: st.DrawFn, *, max_units: int, max_options: int = 3) -> Problem:
+def small_problems(
+    draw: st.DrawFn, *, max_units: int, max_options: int = 3, additive: bool = True
+) -> Problem:
     """Random chains small enough for the brute force; any of their units may run once."""
     num_units = draw(st.integers(1, max_units))
     return random_problem(
@@ -138,7 +141,7 @@ def small_problems(draw: st.DrawFn, *, max_units: int, max_options: int = 3) -> 
         num_options=draw(st.integers(1, max_options)),
         odd=draw(st.booleans()),
         again=draw(st.booleans()),
-        early=draw(st.booleans()),
+        early=additive and draw(st.booleans()),
     )
 
 
@@ -150,7 +153,7 @@ def tiny_problems(draw: st.DrawFn, *, skips: bool = False, frees: bool = False) 
     for index in range(rng.randint(1, 4)):
         input_bytes = units[-1].output_bytes if units else 0
         options = [
-            Option(
+            AdditiveOption(
                 f"o{k}",
                 forward_s=rng.randint(0, 3),
                 backward_s=rng.randint(0, 2),
@@ -158,25 +161,63 @@ def tiny_problems(draw: st.DrawFn, *, skips: bool = False, frees: bool = False) 
                 again_s=rng.choice([0, 0, 0.5]),
                 held_bytes=rng.choice([0, 1, 3]),
                 holds_output=rng.random() < 0.3,
-                freed_input_bytes=rng.choice([0, input_bytes, rng.randint(0, input_bytes)]) if frees else 0,
+                freed=rng.choice([0, input_bytes, rng.randint(0, input_bytes)]) if frees else 0,
                 forward_transient_bytes=rng.choice([0, 1]),
                 replay_transient_bytes=rng.choice([0, 2]),
             )
             for k in range(rng.randint(1, 2))
         ]
         units.append(
-            Unit(
+            AdditiveUnit(
                 f"u{index}",
                 options,
                 output_bytes=rng.randint(0, 4),
                 gradient_bytes=rng.randint(0, 3),
                 parameter_gradient_bytes=rng.choice([0, 0, 2, 5]),
-                left_bytes=rng.choice([0, 0, 2, -1]),
+                left=rng.choice([0, 0, 2, -1]),
                 skips=[source for source in range(index - 1) if skips and rng.random() < 0.4],
                 runs_once=rng.random() < 0.1,
             )
         )
     return Problem(units, input_bytes=rng.randint(0, 2), input_gradient_bytes=rng.randint(0, 2))
+
+
+@st.composite
+def value_problems(draw: st.DrawFn, *, max_units: int = 5) -> Problem:
+    """Steps as they are measured: outputs and gradients are values, read by some options, and skips among them."""
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    num_units = rng.randint(2, max_units)
+    values, once = [], {num_units - 1}
+    for index in range(num_units - 1):
+        readers = sorted({index + 1, *(k for k in range(index + 2, num_units) if rng.random() < 0.3)})
+        once |= {index} if len(readers) > 1 else set()
+        held = [Use(Phase.BACKWARD, index, (0,))] if rng.random() < 0.4 else []
+        for reader in readers:
+            options = rng.choice([(), (0,), (1,)])
+            held += [Use(Phase.FORWARD, reader), Use(Phase.BACKWARD, reader, options)]
+        made = Use(Phase.FORWARD, index)
+        values.append(
+            Lifetime(f"y{index}", rng.randint(1, 9), made=made, read=held, stays=rng.random() < 0.1)
+        )
+        made, read = Use(Phase.BACKWARD, readers[-1]), (Use(Phase.BACKWARD, index),)
+        values.append(Lifetime(f"g{index}", rng.randint(1, 5), made=made, read=read, in_scratch=True))
+    units = []
+    for index in range(num_units):
+        options = [
+            Option(
+                name,
+                forward_s=rng.randint(1, 4),
+                backward_s=rng.randint(1, 4) + (4 if name == "recompute" else 0),
+                held_bytes=rng.randint(1, 9) if name == "keep" else 0,
+                forward_transient_bytes=rng.randint(0, 3),
+                backward_transient_bytes=rng.randint(9, 15),
+            )
+            for name in ("keep", "recompute")
+        ]
+        units.append(
+            Unit(f"u{index}", options, output_bytes=0, parameter_gradient_bytes=2, runs_once=index in once)
+        )
+    return Problem(units, resident_bytes=7, values=values)
 
 
 def budgets_between(low: int, high: int) -> list[int]:

@@ -10,6 +10,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from recoup.planning import Action, Backward, Forward, Keep, Link, Option, Problem, Schedule, Unit, simulate
+from recoup.planning.additive import AdditiveOption
 from recoup.planning.program import Program
 from recoup.planning.solvers.select.levels import Levels
 
@@ -49,7 +50,9 @@ def random_problem(
         if index % 2:
             # Its gradient goes early, but for what the option needs beside it.
             options = [
-                replace(option, backward_transient_bytes=option.backward_transient_bytes - gradient_bytes)
+                AdditiveOption.of(
+                    option, backward_transient_bytes=option.backward_transient_bytes - gradient_bytes
+                )
                 for option in options
             ]
         units.append(

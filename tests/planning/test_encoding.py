@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from planning.problems import equal_problem, random_problem, small_problems
+from planning.problems import equal_problem, random_problem, small_problems, value_problems
 from planning.solvers.test_chain import golden
 from planning.test_simulate import link_problem, skip_problem, spill
 
@@ -28,7 +28,7 @@ from recoup.planning.solvers import SOLVERS
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(problem=small_problems(max_units=5))
+@given(problem=small_problems(max_units=5, additive=False) | value_problems())
 def test_round_trips_are_exact(problem: Problem) -> None:
     assert from_json(to_json(problem)) == problem
     found = plan(problem, minimum_budget(problem))

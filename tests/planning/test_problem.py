@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from recoup.errors import ProblemError
 from recoup.planning import Link, Option, Problem, Unit
+from recoup.planning.values import Lifetime, Phase, Use
 
 KEEP = Option("keep", forward_s=1.0, backward_s=2.0, held_bytes=7, forward_transient_bytes=2)
 LIGHT = Option("recompute", forward_s=1.5, backward_s=2.0, extra_s=1.5, forward_transient_bytes=3)
@@ -17,13 +17,9 @@ def unit(name: str = "a", **changes: object) -> Unit:
     return Unit(name, [KEEP, LIGHT], **{"output_bytes": 4, **changes})  # type: ignore[arg-type]
 
 
-def freeing(freed_input_bytes: int) -> Unit:
-    return Unit("b", [replace(KEEP, freed_input_bytes=freed_input_bytes)], output_bytes=4)
-
-
-def early(backward_transient_bytes: int) -> Unit:
-    option = replace(KEEP, backward_transient_bytes=backward_transient_bytes)
-    return Unit("c", [option], output_bytes=4, gradient_bytes=5)
+def value(num_bytes: int, made: int, *read: int) -> Lifetime:
+    uses = [Use(Phase.BACKWARD, unit) for unit in read]
+    return Lifetime("mask", num_bytes, made=Use(Phase.FORWARD, made), read=uses)
 
 
 def test_values_compare_hash_and_take_sequences() -> None:
@@ -70,18 +66,22 @@ def test_defaults_and_derived_figures() -> None:
         (lambda: Unit("a", [], output_bytes=1), "Unit 'a' has no options"),
         (lambda: Unit("a", [KEEP, KEEP], output_bytes=1), "option names must differ; got keep, keep"),
         (lambda: unit(runs_once=1), "Unit 'a': runs_once must be True or False; got 1"),
-        (lambda: unit(left_bytes=0.5), "Unit 'a': left_bytes must be a whole number of bytes; got 0.5"),
         (lambda: unit(output_bytes=True), "output_bytes must be a whole number"),
         (lambda: Problem([]), "at least one unit"),
         (lambda: Problem([unit(), unit()]), "Two units are called 'a'"),
         (lambda: Problem([unit()], links=[HOST, HOST]), "Two links are called 'host'"),
         (lambda: Problem([unit("a"), unit("b", skips=[0])]), r"'b' \(index 1\) skips from unit 0"),
         (lambda: Problem([unit("a"), unit("b"), unit("c", skips=[0, 0])]), "names a skip twice"),
-        (lambda: Problem([unit("a"), freeing(5)]), "'keep' frees 5 bytes of the unit's input, which has 4"),
-        (lambda: Problem([early(-6)]), "of -6, and the gradients of output and inputs have 5"),
-        (lambda: early(-1.5), "backward_transient_bytes must be a whole number of bytes; got -1.5"),
-        (lambda: Problem([freeing(1)]), "which has 0 that may go: the first input stays"),
-        (lambda: freeing(-1), "freed_input_bytes must be a whole number of bytes, at least 0; got -1"),
+        (
+            lambda: Option("x", forward_s=1, backward_s=1, backward_transient_bytes=-6),
+            "backward_transient_bytes must be a whole number of bytes, at least 0; got -6",
+        ),
+        (lambda: value(-1, 0), "Value 'mask': num_bytes must be a whole number of bytes, at least 0; got -1"),
+        (lambda: Lifetime("", 1, made=None), "A value needs a name"),
+        (
+            lambda: Problem([unit()], values=[value(1, 0, 3)]),
+            "Value 'mask': there is no unit 3; the problem has units 0 to 0",
+        ),
         (lambda: Problem([unit(output_links=["disk"])]), "may move over disk, which is not among"),
         (lambda: Link("host", send_bytes_per_s=0, fetch_bytes_per_s=1), "bandwidths must be above 0"),
         (lambda: Problem([unit()]).link("disk"), "no link 'disk'; the problem's links: none"),

@@ -24,6 +24,7 @@ from recoup.planning import (
     simulate,
     trace,
 )
+from recoup.planning.additive import AdditiveOption, AdditiveUnit
 
 HELD, OUTPUT = Value.HELD, Value.OUTPUT
 
@@ -310,7 +311,8 @@ def test_a_unit_that_runs_once_may_choose_among_its_options(option: int) -> None
 
 
 def test_other_bytes_that_come_and_go_with_backwards() -> None:
-    units = [replace(unit, left_bytes=left) for unit, left in zip(chain().units, (-31, -37, 68), strict=True)]
+    lefts = zip(chain().units, (-31, -37, 68), strict=True)
+    units = [AdditiveUnit.of(unit, left=left) for unit, left in lefts]
     assert units[2].lasting_bytes == 3000 + 68
     problem = replace(chain(), units=tuple(units))
     actions = [Forward(0), keep(1), keep(2), b(2), b(1), keep(0), b(0)]
@@ -333,16 +335,14 @@ class TestFreedInputs:
 
     def problem(self, *, holds_output: bool = False, skips: tuple[int, ...] = ()) -> Problem:
         def unit(name: str, held: int, output: int, **options: Any) -> Unit:
-            own = {
-                name: options.pop(name) for name in ("holds_output", "freed_input_bytes") if name in options
-            }
-            option = Option("keep", forward_s=1, backward_s=2, held_bytes=held, **own)
+            own = {name: options.pop(name) for name in ("holds_output", "freed") if name in options}
+            option = AdditiveOption("keep", forward_s=1, backward_s=2, held_bytes=held, **own)
             return Unit(name, [option], output_bytes=output, gradient_bytes=0, **options)
 
         return Problem(
             [
                 unit("a", 100, 13, holds_output=holds_output),
-                unit("b", 200, 17, freed_input_bytes=10),
+                unit("b", 200, 17, freed=10),
                 unit("c", 400, 19, skips=skips),
             ]
         )

@@ -13,6 +13,7 @@ from recoup.planning.simulation import Moment, Simulation
 from recoup.planning.solvers.base import Bound
 from recoup.planning.solvers.revolve import revolve
 from recoup.planning.solvers.revolve.online import OnlineRevolve
+from recoup.planning.values import Lifetime, Phase, Use
 
 __all__ = [
     "FORMAT_VERSION",
@@ -26,16 +27,19 @@ __all__ = [
     "HoldFrontier",
     "HoldPlan",
     "Keep",
+    "Lifetime",
     "Link",
     "Moment",
     "OnlineRevolve",
     "Option",
+    "Phase",
     "Plan",
     "Problem",
     "Schedule",
     "Send",
     "Simulation",
     "Unit",
+    "Use",
     "Value",
     "Wait",
     "dag_frontier",

@@ -1,16 +1,17 @@
 """The additive numbers of a problem: what solvers calculate with, derived here and nowhere else.
 
-A solver's recurrences know a unit's output, its gradient, what its options hold and need, and what is there once its backward
-has run. Values with other lifetimes are pressed into these numbers here: rounded up, so that a plan is safe
-wherever a value's lifetime depends on the plan, or rounded down, so that a bound is valid. ``simulate`` judges the plans on
-the values themselves.
+A solver's recurrences know a unit's output, its gradient, what its options hold and need, and what is there once its
+backward has run. Values with other lifetimes are pressed into these numbers here: rounded up, so that a plan is safe
+wherever a value's lifetime depends on the plan, or rounded down, so that a bound is valid. ``simulate`` judges the
+plans on the values themselves.
 
 NOTE [ Values as additive numbers ]
     1. A value that unit *p* makes for the forward of unit *p + 1* is part of *p*'s output. An option of *p + 1* whose
-       backward does not read it frees it (``freed_input_bytes``).
+       backward does not read it frees it (``freed``).
     2. A value that only *p*'s own backward reads counts as held by the options of *p* that read it.
-    3. Any other value of *p*'s forward counts as held by *p*. If it is freed with the backward of *e*, that is a change
-       in bytes after the backward of *e*, which *p*'s backward takes back (``left_bytes``).
+    3. Any other value of *p*'s forward counts as held by *p*, which then runs once. If it is freed with the backward of
+       *e*, that is a change in bytes after the backward of *e*, which *p*'s backward takes back (``left``). What stays
+       though its maker may run again counts as resident.
     4. A value that only later forwards read is scratch of those.
     5. A gradient that goes to the unit before is the gradient of that unit's output. Any other one is a change in bytes
        after the backwards that make and read it.
@@ -20,7 +21,7 @@ NOTE [ Values as additive numbers ]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from recoup.planning.problem import Option, Problem, Scratch, Unit
@@ -42,6 +43,11 @@ class AdditiveOption(Option):
     def __init__(self, name: str, *, freed: int = 0, **numbers: Any) -> None:
         object.__setattr__(self, "freed", freed)
         Option.__init__(self, name, **numbers)
+
+    @classmethod
+    def of(cls, option: Option, **changes: Any) -> AdditiveOption:
+        """An option with other numbers."""
+        return cls(**{item.name: getattr(option, item.name) for item in fields(option)} | changes)
 
     def _validate(self) -> None:
         """Nothing: its numbers were derived from checked ones."""
@@ -65,6 +71,11 @@ class AdditiveUnit(Unit):
     def __init__(self, name: str, options: Sequence[Option], *, left: int = 0, **numbers: Any) -> None:
         object.__setattr__(self, "left", left)
         Unit.__init__(self, name, options, **numbers)
+
+    @classmethod
+    def of(cls, unit: Unit, **changes: Any) -> AdditiveUnit:
+        """A unit with other numbers."""
+        return cls(**{item.name: getattr(unit, item.name) for item in fields(unit)} | changes)
 
     @property
     def lasting_bytes(self) -> int:
@@ -101,26 +112,22 @@ class _Numbers:
 
     def problem(self) -> Problem:
         """The additive problem."""
-        units = [self._unit(index) for index in range(len(self.source.units))]
-        return replace(
-            self.source,
-            units=tuple(units),
-            values=tuple(value for value in self.source.values if value not in self.source.other_values),
+        return Problem(
+            [self._unit(index) for index in range(len(self.source.units))],
             resident_bytes=self.source.resident_bytes + self.resident,
+            input_bytes=self.source.input_bytes,
+            input_gradient_bytes=self.source.input_gradient_bytes,
+            links=self.source.links,
         )
 
     def _unit(self, index: int) -> AdditiveUnit:
         unit = self.source.units[index]
-        return AdditiveUnit(
-            unit.name,
-            [self._option(index, position) for position in range(len(unit.options))],
+        return AdditiveUnit.of(
+            unit,
+            options=[self._option(index, position) for position in range(len(unit.options))],
             output_bytes=unit.output_bytes + self.output[index],
             gradient_bytes=unit.gradient_bytes + self.gradient[index],
-            parameter_gradient_bytes=unit.parameter_gradient_bytes,
             left=self.left[index],
-            skips=unit.skips,
-            output_links=unit.output_links,
-            runs_once=unit.runs_once,
         )
 
     def _option(self, index: int, position: int) -> AdditiveOption:
@@ -133,17 +140,12 @@ class _Numbers:
             option.scratch.replay,
             option.scratch.backward + self.backward_made[index] - counted,
         )
-        return AdditiveOption(
-            option.name,
+        return AdditiveOption.of(
+            option,
             freed=self.freed[index][position],
-            forward_s=option.forward_s,
-            backward_s=option.backward_s,
-            extra_s=option.extra_s,
-            again_s=option.again_s,
             held_bytes=option.held_bytes + self.held[index][position],
             holds_output=option.holds_output or self.holds[index][position],
             scratch=scratch,
-            held_links=option.held_links,
         )
 
     def _add(self, value: Lifetime) -> None:
@@ -188,17 +190,19 @@ class _Numbers:
         readers = _backward_readers(value)
         forwards = {use.unit for use in value.read if use.phase is not Phase.BACKWARD}
         is_near = max([*readers, *forwards, maker]) <= maker + 1 and made.phase is Phase.FORWARD
-        if (
-            is_near
-            and not value.stays
-            and maker + 1 in {use.unit for use in value.read if use.phase is Phase.FORWARD}
-        ):
+        if value.stays and not self.source.units[maker].runs_once:
+            # A replay makes another instance.
+            self._round(value)
+            self.resident += 0 if self.is_bound else size
+        elif value.stays:
+            is_near = False
+        if is_near and any(use.phase is Phase.FORWARD for use in value.read):
             self._add_output(value, maker)
-        elif is_near and not value.stays and set(readers) == {maker}:
+        elif is_near and set(readers) == {maker}:
             for position in self._positions(readers[maker], maker):
                 self.held[maker][position] += size
             self._pass(value, maker, forwards)
-        elif readers or value.stays:
+        elif readers or (value.stays and self.source.units[maker].runs_once):
             self._add_held(value, maker, min(readers, default=maker))
         else:
             self._pass(value, maker, forwards)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from enum import Enum
 from functools import cache
+from inspect import signature
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -136,11 +137,20 @@ class _Layout(NamedTuple):
 def _layout(kind: Any) -> _Layout:
     noun = re.findall("[A-Z][a-z]*", kind.__name__)[-1].lower()
     article = "The" if noun.endswith("s") else "An" if noun[0] in "aeio" else "A"
-    types, defaults = get_type_hints(kind), {item.name: item.default for item in fields(kind)}
+    hints, defaults = get_type_hints(kind), {item.name: item.default for item in fields(kind)}
+    types, has_own_init = {name: hints[name] for name in defaults}, not kind.__dataclass_params__.init
+    if has_own_init:
+        # What it takes besides its fields may be read, and is not written.
+        parameters = list(signature(kind).parameters.values())
+        types = {
+            name: hint for name, hint in get_type_hints(kind.__init__).items() if name != "return"
+        } | types
+        found = {item.name: MISSING if item.default is item.empty else item.default for item in parameters}
+        defaults = {name: found[name] for name in defaults}
     return _Layout(
         what=f"{article} {noun}",
-        checks_itself=hasattr(kind, "__post_init__") or not kind.__dataclass_params__.init,
-        types={name: types[name] for name in defaults},
+        checks_itself=hasattr(kind, "__post_init__") or has_own_init,
+        types=types,
         defaults=defaults,
     )
 
@@ -158,6 +168,8 @@ def _read(owner: _Layout, name: str, kind: Any, item: Any) -> Any:
         return None if item is None else _read(owner, name, get_args(kind)[0], item)
     if issubclass(kind, Enum):
         return kind(item)
+    if issubclass(kind, tuple):
+        return kind(*expect_list(name, item))
     try:
         return decode(kind, item)
     except _DamageError as error:

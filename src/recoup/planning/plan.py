@@ -173,9 +173,9 @@ class Session:
     """A problem with the solvers' shared work, across budgets.
 
     NOTE [ Rounded numbers ]
-        Solvers calculate with additive numbers (``recoup.planning.additive``), which exceed the bytes of some plans where
-        values have other lifetimes than a solver knows. Their answers at larger budgets may therefore fit, too: a few
-        are simulated, and the fastest that fits is taken. Without such values the first answer is the only one.
+        Solvers calculate with additive numbers (``recoup.planning.additive``), which exceed the bytes of some plans
+        where values have other lifetimes than a solver knows. Their answers at larger budgets may therefore fit, too: a
+        few are simulated, and the fastest that fits is taken. Without such values the first answer is the only one.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Session:
         """The best plan of all solvers that have a chance."""
         best: Plan | None = None
         solved: set[str] = set()
-        relaxed = relaxed_bound(self._bound_numbers, budget_bytes)
+        relaxed = relaxed_bound(self.problem, budget_bytes)
         for solver in self.solvers:
             if solver.schedules in solved or ALL_SCHEDULES in solved:
                 continue

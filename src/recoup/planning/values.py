@@ -1,19 +1,20 @@
 """Values with lifetimes: everything that takes bytes for longer than one phase of a step.
 
 A phase is the forward, a replay or the backward of one unit. An output, a skip, a saved tensor, a gradient, an argument
-that a segment holds, an output that the caller holds: each is bytes, the phase that makes it and the phases that read it.
-``simulate`` allocates a value when its maker has run and frees it after its last reader *in this schedule*. A new
+that a segment holds, an output that the caller holds: each is bytes, the phase that makes it and the phases that read
+it. ``simulate`` allocates a value when its maker has run and frees it after its last reader *in this schedule*. A new
 case is a new reader, never a new field.
 
-What actions keep, drop and move by name (a unit's own output and held bytes) is described by numbers of the unit and its
-options; see NOTE [ The memory model ] in ``recoup.planning.problem``.
+What actions keep, drop and move by name (a unit's own output and held bytes) is described by numbers of the unit and of
+its options: NOTE [ The memory model ] in ``recoup.planning.problem``.
 
 NOTE [ Instances ]
     1. A unit that runs again makes its values again. Each time is an instance of its own.
     2. A phase reads the instance that was made last before it. An instance without readers lives only while its
        maker runs.
     3. What stays until the end of the step is the first instance.
-    4. An instance that two forwards of one unit read is held for the unit's replay, and until its backward has run.
+    4. A backward without a forward of its own replays from what the unit's forwards read.
+    5. An instance that two forwards of one unit read is held for the unit's replay, and until its backward has run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -58,6 +59,16 @@ class Use:
     unit: int
     options: tuple[int, ...] = ()
 
+    def with_options(self, kept: Sequence[Sequence[int]]) -> Use | None:
+        """The same where a unit has only some of its options; ``None`` if it is under none of these."""
+        if not self.options:
+            return self
+        numbers = {SWEPT: SWEPT} | {old: new for new, old in enumerate(kept[self.unit])}
+        options = tuple(numbers[option] for option in self.options if option in numbers)
+        if set(options) >= set(range(len(kept[self.unit]))) and SWEPT not in options:
+            return replace(self, options=())
+        return replace(self, options=options) if options else None
+
     def holds_for(self, option: int) -> bool:
         """Whether it uses the value under an option."""
         return not self.options or option in self.options
@@ -73,7 +84,7 @@ class Lifetime:
         made: by which phase; ``None`` if it is there when the step begins.
         read: the phases that read it.
         stays: whether it lives until the end of the step.
-        in_scratch: whether the scratch of the phase that makes it, and of the backward that frees it, counts it already.
+        in_scratch: whether the scratch of its maker, and of the backward that frees it, counts it already.
 
     >>> skip = Lifetime("skip", 8, made=Use(Phase.FORWARD, 0), read=[Use(Phase.FORWARD, 2), Use(Phase.BACKWARD, 2)])
     >>> skip.num_bytes
@@ -96,6 +107,14 @@ class Lifetime:
     def uses(self) -> Iterator[Use]:
         """Its maker and its readers."""
         return iter((self.made, *self.read) if self.made else self.read)
+
+    def with_options(self, kept: Sequence[Sequence[int]]) -> Lifetime | None:
+        """The same where units have only some of their options; ``None`` if none of these makes it."""
+        made = self.made.with_options(kept) if self.made else None
+        if self.made and not made:
+            return None
+        read = (use.with_options(kept) for use in self.read)
+        return replace(self, made=made, read=tuple(use for use in read if use is not None))
 
     def check(self, num_units: int) -> None:
         """Refuses units that do not exist.
@@ -137,6 +156,13 @@ class _Runs:
                 case Backward():
                     self.backward_actions.add(index)
                     self.backwards[action.unit].append((index, action.option))
+
+    def reading(self, use: Use) -> list[int]:
+        """The actions that read what a use reads."""
+        found, forwards = self.of(use), self.forwards[use.unit]
+        if use.phase is Phase.FORWARD and forwards and forwards[-1][1] == SWEPT:
+            found += [index for index, _ in self.backwards[use.unit]]
+        return found
 
     def is_replayed(self, unit: int) -> bool:
         """Whether a unit's forward runs more than once."""
@@ -180,8 +206,10 @@ class Instances:
         if value.made is not None and not value.in_scratch:
             for index in made:
                 self.made_bytes[index] += value.num_bytes
-        reads = sorted({index for use in value.read for index in self._runs.of(use)})
-        replayed = [use.unit for use in value.read if use.phase is Phase.FORWARD and self._runs.is_replayed(use.unit)]
+        reads = sorted({index for use in value.read for index in self._runs.reading(use)})
+        replayed = [
+            use.unit for use in value.read if use.phase is Phase.FORWARD and self._runs.is_replayed(use.unit)
+        ]
         for instance, (start, end) in enumerate(pairwise([*made, self._end])):
             if value.stays and instance == 0:
                 self._allocate(value, start)

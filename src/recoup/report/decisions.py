@@ -8,11 +8,11 @@ from functools import cached_property
 
 from recoup.errors import ScheduleError
 from recoup.planning import Action, Backward, Forward, Keep, Schedule, simulate
+from recoup.planning.additive import additive
 from recoup.planning.solvers.baselines import REPLAY
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 from recoup.report.memory import durations
-from recoup.report.subject import beyond_bytes
 
 __all__ = ["Decision", "Decisions", "Way"]
 
@@ -75,6 +75,7 @@ class Decisions(Sequence[Decision]):
     def __init__(self, plan: ModelPlan) -> None:
         self.plan = plan
         self.problem = plan.profile.problem
+        self.units = additive(self.problem).units
         seconds = [0.0] * len(self.problem.units)
         for moment, duration_s in durations(plan.schedule.predicted):
             seconds[moment.unit] += duration_s
@@ -89,7 +90,7 @@ class Decisions(Sequence[Decision]):
         return self._all[index]
 
     def _decide(self, item: Item, leaf: Leaf, seconds: float) -> Decision:
-        unit = self.problem.units[leaf.unit]
+        unit = self.units[leaf.unit]
         plain, option = unit.options[0], unit.options[leaf.option]
         segment = item if isinstance(item, Segment) else None
         held_bytes = 0 if segment else option.held_bytes
@@ -103,11 +104,7 @@ class Decisions(Sequence[Decision]):
             plain_held_bytes=plain.held_bytes,
             freed_bytes=plain.held_bytes - held_bytes + inside_bytes,
             output_bytes=unit.output_bytes,
-            transient_bytes=max(
-                option.forward_transient_bytes,
-                option.replay_transient_bytes,
-                option.backward_transient_bytes,
-            ),
+            transient_bytes=max(option.scratch),
             forward_s=plain.forward_s,
             backward_s=plain.extra_s + plain.backward_s,
             extra_s=round(seconds - plain.total_s, 12) + 0.0,  # without what sums round, and never -0.0
@@ -115,7 +112,7 @@ class Decisions(Sequence[Decision]):
 
     def ways(self, unit: int) -> list[Way]:
         """The ways to run a unit that hold less than the plain one."""
-        planned, profiled = self.problem.units[unit], self.plan.profile.units[unit]
+        planned, profiled = self.units[unit], self.plan.profile.units[unit]
         plain = planned.options[0]
         found = [
             Way(index, plain.held_bytes - option.held_bytes, option.total_s - plain.total_s)
@@ -137,8 +134,7 @@ class Decisions(Sequence[Decision]):
             simulation = simulate(self.problem, Schedule(self._swapped(unit, choice)))
         except ScheduleError:
             return None
-        peak_bytes = simulation.peak_bytes + beyond_bytes(self.plan)
-        return max(peak_bytes, self.plan.profile.residents.optimizer_peak_bytes)
+        return max(simulation.peak_bytes, self.plan.profile.residents.optimizer_peak_bytes)
 
     def _swapped(self, unit: int, choice: int) -> Iterator[Action]:
         """The plan's actions with another choice for one unit."""

@@ -13,7 +13,7 @@ from recoup.plans.model_plan import ModelPlan, span_name
 from recoup.plans.profile import Profile
 from recoup.report.chart import BOX, Axis, Curve
 from recoup.report.numbers import byte_ticks, second_ticks
-from recoup.report.subject import Subject, beyond_bytes
+from recoup.report.subject import Subject
 from recoup.sizes import format_bytes
 
 __all__ = ["MemoryPicture", "Shown", "colours_of", "durations", "moments_of", "replays_in_backward"]
@@ -43,13 +43,12 @@ def durations(simulation: Simulation) -> Iterator[tuple[Moment, float]]:
 
 
 def moments_of(
-    simulation: Simulation, *, more_bytes: int = 0, replay_s: Mapping[int, float] | None = None
+    simulation: Simulation, *, replay_s: Mapping[int, float] | None = None
 ) -> list[Shown]:
     """The moments in which time passes, and the peak; a forward that runs again is a replay.
 
     Args:
         simulation: of a schedule.
-        more_bytes: to be added all the time.
         replay_s: what `replays_in_backward` found.
     """
     replays = replay_s or {}
@@ -60,7 +59,7 @@ def moments_of(
     for moment, duration_s in durations(simulation):
         if duration_s <= no_time_s and moment is not simulation.peak:
             continue
-        made = Shown(moment.time_s, moment.num_bytes + more_bytes, moment.unit, moment.phase)
+        made = Shown(moment.time_s, moment.num_bytes, moment.unit, moment.phase)
         if moment.phase == "forward":
             made = made._replace(phase="replay" if moment.unit in seen else "forward")
             seen.add(moment.unit)
@@ -112,7 +111,7 @@ class MemoryPicture:
     def predicted(self) -> Curve:
         """The planned step."""
         found, replay_s = self.plan.schedule, replays_in_backward(self.problem, self.plan.schedule.schedule)
-        moments = moments_of(found.predicted, more_bytes=beyond_bytes(self.plan), replay_s=replay_s)
+        moments = moments_of(found.predicted, replay_s=replay_s)
         return Curve(moments, self.plan.predicted_s)
 
     @property

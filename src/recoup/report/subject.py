@@ -8,7 +8,7 @@ from recoup.auditing.findings import Audit
 from recoup.engines.verify import Verification
 from recoup.plans.model_plan import ModelPlan
 
-__all__ = ["Subject", "beyond_bytes"]
+__all__ = ["Subject"]
 
 
 class Subject(Protocol):
@@ -25,10 +25,3 @@ class Subject(Protocol):
     @property
     def verification(self) -> Verification | None:
         """A real step under the plan."""
-
-
-def beyond_bytes(plan: ModelPlan) -> int:
-    """Bytes that segments hold besides their input: in the plan's predicted peak, but not in its simulation."""
-    if plan.predicted_bytes == plan.profile.residents.optimizer_peak_bytes:
-        return 0
-    return plan.predicted_bytes - plan.schedule.predicted.peak_bytes

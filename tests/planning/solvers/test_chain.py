@@ -92,8 +92,9 @@ def test_nothing_persistent_is_better_with_five_units(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_persistent_is_better_where_backwards_leave_other_bytes(seed: int) -> None:
     problem = random_problem(seed, num_units=4, leaves=True)
-    assert sum(unit.left_bytes for unit in problem.units) == 0
-    assert any(unit.left_bytes for unit in problem.units)
+    left = [unit.lasting_bytes - unit.parameter_gradient_bytes for unit in problem.units]
+    assert sum(left) == 0
+    assert any(left)
     check_against_brute_force(problem)
     # A selection is a persistent schedule.
     selected = SelectSolver().prepare(problem, time_limit_s=1.0)

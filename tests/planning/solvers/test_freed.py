@@ -10,6 +10,7 @@ from planning.problems import equal_problem, random_problem
 from planning.selections import least_seconds, one_option_schedules
 
 from recoup.planning import Backward, Forward, Keep, Problem, Schedule, minimum_budget, plan, simulate
+from recoup.planning.additive import AdditiveOption
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.chain.long import PreparedLongChain
 from recoup.planning.solvers.select import SelectSolver
@@ -26,7 +27,7 @@ def freeing_problem(seed: int, *, num_units: int, skips: bool = False) -> Proble
     for index, unit in enumerate(problem.units[1:], start=1):
         freed_bytes = rng.choice([0, units[-1].output_bytes, rng.randint(1, units[-1].output_bytes)])
         options = [
-            option if option.name == KEEP_NOTHING else replace(option, freed_input_bytes=freed_bytes)
+            option if option.name == KEEP_NOTHING else AdditiveOption.of(option, freed=freed_bytes)
             for option in unit.options
         ]
         sources = [source for source in range(index - 1) if skips and rng.random() < 0.4]
@@ -37,7 +38,7 @@ def freeing_problem(seed: int, *, num_units: int, skips: bool = False) -> Proble
 def without(problem: Problem) -> Problem:
     """The same with inputs that stay."""
     units = [
-        replace(unit, options=[replace(option, freed_input_bytes=0) for option in unit.options])
+        replace(unit, options=[AdditiveOption.of(option, freed=0) for option in unit.options])
         for unit in problem.units
     ]
     return replace(problem, units=units)
@@ -77,7 +78,7 @@ def test_long_chains_free_inputs_within_groups() -> None:
     units = [problem.units[0]]
     for unit in problem.units[1:]:
         keep, *others = unit.options
-        freeing = replace(keep, freed_input_bytes=units[-1].output_bytes)
+        freeing = AdditiveOption.of(keep, freed=units[-1].output_bytes)
         units.append(replace(unit, options=[freeing, *others]))
     problem = replace(problem, units=units)
     prepared = PreparedLongChain(problem, time_limit_s=1.0)

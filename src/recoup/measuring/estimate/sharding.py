@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from recoup.errors import SampleError
 from recoup.model.slices import find_module
-from recoup.planning import Problem, Unit
+from recoup.planning import Unit
 from recoup.plans.profile import Profile, Residents
 from recoup.tensors import needing_gradient, tensors_in
 
@@ -63,7 +63,7 @@ def sharded(profile: Profile, model: nn.Module, ranks: int) -> Profile:
         backward_bytes = full[index] + full[index - 1] + gradients[index + 1]
         units.append(_with_groups(unit, forward_bytes, backward_bytes, ranks))
     resident_bytes = residents.total_bytes + profile.accumulates * residents.gradient_bytes
-    problem = Problem(units, resident_bytes=resident_bytes)
+    problem = replace(profile.problem, units=tuple(units)).with_resident(resident_bytes)
     return replace(profile, problem=problem, residents=residents, ranks=ranks)
 
 
@@ -92,8 +92,10 @@ def _with_groups(unit: Unit, forward_bytes: int, backward_bytes: int, ranks: int
     options = tuple(
         replace(
             option,
-            forward_transient_bytes=option.forward_transient_bytes + forward_bytes,
-            backward_transient_bytes=option.backward_transient_bytes + backward_bytes,
+            scratch=option.scratch._replace(
+                forward=option.scratch.forward + forward_bytes,
+                backward=option.scratch.backward + backward_bytes,
+            ),
         )
         for option in unit.options
     )

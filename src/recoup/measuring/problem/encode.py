@@ -5,14 +5,14 @@ NOTE [ Values between units ]
        of the model and the loss) is the last. Code only keeps, and runs once.
     2. A storage that a position makes is read by the forwards that are given it, by the backwards whose graphs hold it
        under an option (its own among them), and by the first forwards during which the user's variables hold it.
-    3. A position runs once if a later one than the next reads what it makes, or if the next one is given a view of it: what
-       replays several calls knows outputs by identity, and would hold the view.
+    3. A position runs once if a later one than the next reads what it makes, or if the next one is given a view of it:
+       what replays several calls knows outputs by identity, and would hold the view.
     4. The gradient of a storage lives from the last backward that computes it to the backward of its producer. Where
        another backward gives it one, that is added in place, unless the first is a view of something larger: then their
        sum is made beside both. A position that hands a storage on (a view, a change in place) reads one gradient and
        makes another.
-    5. What the caller holds, the loss and perhaps the model's output, stays. So do parameter gradients. Gradients of the
-       step before that are cleared before the backward live in the forward only.
+    5. What the caller holds, the loss and perhaps the model's output, stays. So do parameter gradients. Gradients of
+       the step before that are cleared before the backward live in the forward only.
     6. A segment's sweep leaves copies of buffers for the replay.
     7. Scratch of a backward includes the gradients that it reads and makes, as it was measured.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from recoup.measuring.problem.costs import CodeSeconds, RecipeCosts, StepCosts
 from recoup.measuring.stream.structure import Code, SeenCall
-from recoup.model.recipe import RECOMPUTE
+from recoup.model.recipe import RECOMPUTE, Recipe
 from recoup.planning import Option, Problem, Unit
 from recoup.planning.values import SWEPT, Lifetime, Phase, Use, merged
 
@@ -136,7 +136,12 @@ def encode(costs: StepCosts) -> Problem:
     values = [*_activations(costs, positions), *_gradients(positions), *_copies(costs, positions)]
     made_bytes = [0] * len(positions)
     for value in values:
-        if value.made and value.made.phase is not Phase.BACKWARD and not value.in_scratch and not value.made.options:
+        if (
+            value.made
+            and value.made.phase is not Phase.BACKWARD
+            and not value.in_scratch
+            and not value.made.options
+        ):
             made_bytes[value.made.unit] += value.num_bytes
     gradients = [value for value in values if value.made and value.made.phase is Phase.BACKWARD]
     parameter_bytes = _parameter_gradients(costs, positions)
@@ -180,9 +185,7 @@ class _Gradients:
         )
 
 
-def _options(
-    costs: StepCosts, position: Position, made_bytes: int, gradients: _Gradients
-) -> list[Option]:
+def _options(costs: StepCosts, position: Position, made_bytes: int, gradients: _Gradients) -> list[Option]:
     if position.call is not None:
         return [_option(position, option, made_bytes, gradients) for option in costs.options[position.call]]
     backward_bytes = max(position.code.backward_bytes, gradients.passed_bytes)
@@ -236,9 +239,7 @@ def _activations(costs: StepCosts, positions: list[Position]) -> Iterator[Lifeti
         yield Lifetime("gradients of the step before", stale_bytes, made=None, read=(until,))
 
 
-def _activation(
-    costs: StepCosts, positions: list[Position], maker: int, storage: int, size: int
-) -> Lifetime:
+def _activation(costs: StepCosts, positions: list[Position], maker: int, storage: int, size: int) -> Lifetime:
     read: list[Use] = []
     if maker >= 0 and (options := _holding(costs, positions[maker], storage, is_own=True)) is not None:
         read.append(Use(Phase.BACKWARD, maker, options))
@@ -260,9 +261,7 @@ def _activation(
     return Lifetime(name, size, made=Use(Phase.FORWARD, max(maker, 0)), read=tuple(read))
 
 
-def _holding(
-    costs: StepCosts, position: Position, storage: int, *, is_own: bool
-) -> tuple[int, ...] | None:
+def _holding(costs: StepCosts, position: Position, storage: int, *, is_own: bool) -> tuple[int, ...] | None:
     """The options under which a position's graph holds a storage, empty for all; ``None`` if it never does."""
     if position.call is None or position.seen is None:
         return () if storage in position.code.saved else None
@@ -337,7 +336,7 @@ def _copies(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
             yield Lifetime("copies for a replay", size - least_bytes, made=made, read=read)
 
 
-def _copied_bytes(option: RecipeCosts, held: dict[object, int]) -> int:
+def _copied_bytes(option: RecipeCosts, held: dict[Recipe, int]) -> int:
     """What a sweep leaves of a unit that is replayed under an option.
 
     Modules inside it that are replayed again leave copies too, as does the whole unit where it is replayed again. Where

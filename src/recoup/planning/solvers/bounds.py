@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from recoup.planning.additive import additive
 from recoup.planning.problem import Option, Problem, Unit
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound
 
@@ -27,6 +28,7 @@ def relaxed_bound(problem: Problem, budget_bytes: int) -> Bound:
     >>> [relaxed_bound(Problem([unit]), budget_bytes).seconds for budget_bytes in (0, 50, 100)]
     [4.0, 3.5, 3.0]
     """
+    problem = additive(problem, is_bound=True)
     room = budget_bytes - problem.resident_bytes - problem.input_bytes - problem.units[-1].gradient_bytes
     room += sum(max(option.freed_input_bytes for option in unit.options) for unit in problem.units)
     seconds: list[float] = []
