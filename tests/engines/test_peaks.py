@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import recoup
 from recoup.engines import ModelPlan
 from recoup.measuring import Profile, measure
-from recoup.planning import Action, Backward, Forward, Keep, Problem, Schedule, simulate
+from recoup.planning import Action, Backward, Forward, Keep, Phase, Problem, Schedule, Use, simulate
 
 
 def mean_square(output: Tensor) -> Tensor:
@@ -95,13 +95,13 @@ class TestLayersThatCopyTheirInput:
     def test_only_options_that_do_without_it_free_it(self) -> None:
         model, sample = self.make()
         problem = measure(model, sample, loss=mean_square).problem
-        for unit in problem.units[1:4]:
-            freed = {option.name: option.freed_input_bytes for option in unit.options}
-            assert freed["keep"] == self.input_bytes
-            assert freed["recompute"] == 0
-            with_attention = [name for name in freed if "self_attn" in name]
-            assert all(freed[name] == 0 for name in with_attention)
-        assert all(option.freed_input_bytes == 0 for option in problem.units[0].options)
+        for index, unit in enumerate(problem.units[1:4], start=1):
+            [given] = [value for value in problem.values if value.made == Use(Phase.FORWARD, index - 1)]
+            assert given.num_bytes == self.input_bytes
+            [read] = [use for use in given.read if (use.phase, use.unit) == (Phase.BACKWARD, index)]
+            held = {unit.options[option].name for option in read.options}
+            assert "keep" not in held
+            assert held >= {"recompute", *(o.name for o in unit.options if "self_attn" in o.name)}
 
     @pytest.mark.parametrize("kind", [options_each, segments])
     def test_no_plan_needs_more_than_predicted(self, kind: Any) -> None:
@@ -135,14 +135,16 @@ class TestSkips:
 
     def test_a_skip_waits_with_all_that_its_gradient_is_a_view_of(self) -> None:
         model, sample = self.make()
-        units = {unit.name: unit for unit in measure(model, sample, loss=mean_square).problem.units}
-        joined_bytes = 512 * 3 * 8 * 4
-        assert units["before last"].left_bytes == joined_bytes
+        problem = measure(model, sample, loss=mean_square).problem
+        names = [unit.name for unit in problem.units]
+        made = Use(Phase.BACKWARD, names.index("before last"))
+        [joined] = [value for value in problem.values if value.made == made]
+        assert joined.num_bytes == 512 * 3 * 8 * 4
+        assert [names[use.unit] for use in joined.read] == ["down", "below.last"]
         # The user holds the output, and the loss has a gradient too.
-        output_bytes = 512 * 8 * 4 + 4 + 4
-        assert units["loss"].left_bytes == output_bytes
-        waiting = [unit.left_bytes for unit in units.values()]
-        assert sum(waiting) == 0
+        assert sum(value.num_bytes for value in problem.values if value.stays) == (
+            problem.resident_bytes + 512 * 8 * 4 + 4 + 4
+        )
 
     @pytest.mark.parametrize("kind", [options_each, segments])
     def test_no_plan_needs_more_than_predicted(self, kind: Any) -> None:

@@ -15,6 +15,7 @@ from real_steps import predicted_peak_bytes, real_peak_bytes
 from torch import Tensor, nn
 
 from recoup.measuring import measure
+from recoup.planning import Phase, Problem, Use
 
 ROWS = 32
 
@@ -85,8 +86,17 @@ class TestByHand:
         assert options["keep"].held_bytes == 2 * self.hidden
         assert options["recompute"].held_bytes == 0
         assert unit.parameter_gradient_bytes == self.first + self.second
-        # Nobody saves the output: for the planner there is none. Its gradient is as large.
-        assert (unit.output_bytes, unit.gradient_bytes) == (0, self.out)
+        # Nobody saves the output, which the caller holds. Its gradient is as large.
+        [output] = [value for value in profile.problem.values if value.made == Use(Phase.FORWARD, 0)]
+        assert (output.num_bytes, output.stays) == (self.out, True)
+        assert [use for use in output.read if use.phase is Phase.BACKWARD] == []
+        assert gradient_bytes(profile.problem, 0) == self.out
+
+
+def gradient_bytes(problem: Problem, unit: int) -> int:
+    """Of the gradients that a unit's backward reads."""
+    read, gradients = Use(Phase.BACKWARD, unit), [v for v in problem.values if v.name == "gradient"]
+    return sum(value.num_bytes for value in gradients if read in value.read)
 
 
 class Two(nn.Module):
@@ -385,9 +395,9 @@ def test_outputs_that_nobody_uses(holds: bool) -> None:
     model = Discards(holds)
     check_exact(model, units="blocks.*")
     profile = measure(model, torch.randn(ROWS, 24), loss=mean, units="blocks.*")
-    for unit in profile.problem.units[:4]:
+    for index, unit in enumerate(profile.problem.units[:4]):
         # Both are what the second layer saves; nothing gives them a gradient.
-        assert unit.gradient_bytes == ROWS * 24 * 4
+        assert gradient_bytes(profile.problem, index) == ROWS * 24 * 4
         assert unit.options[0].held_bytes >= ROWS * 40 * 4
 
 

@@ -42,9 +42,7 @@ def durations(simulation: Simulation) -> Iterator[tuple[Moment, float]]:
         yield moment, end_s - moment.time_s
 
 
-def moments_of(
-    simulation: Simulation, *, replay_s: Mapping[int, float] | None = None
-) -> list[Shown]:
+def moments_of(simulation: Simulation, *, replay_s: Mapping[int, float] | None = None) -> list[Shown]:
     """The moments in which time passes, and the peak; a forward that runs again is a replay.
 
     Args:

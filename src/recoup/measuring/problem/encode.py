@@ -8,9 +8,10 @@ NOTE [ Values between units ]
     3. A position runs once if a later one than the next reads what it makes, or if the next one is given a view of it:
        what replays several calls knows outputs by identity, and would hold the view.
     4. The gradient of a storage lives from the last backward that computes it to the backward of its producer. Where
-       another backward gives it one, that is added in place, unless the first is a view of something larger: then their
-       sum is made beside both. A position that hands a storage on (a view, a change in place) reads one gradient and
-       makes another.
+       another backward gives it one, that is added in place, unless the first is a view of something larger: then
+       their sum is made beside both. Gradients that are views of one storage (of a sum, of a concatenation) are one
+       value with several readers. A position that hands a storage on (a view, a change in place) reads one gradient
+       and makes another.
     5. What the caller holds, the loss and perhaps the model's output, stays. So do parameter gradients. Gradients of
        the step before that are cleared before the backward live in the forward only.
     6. A segment's sweep leaves copies of buffers for the replay.
@@ -19,204 +20,105 @@ NOTE [ Values between units ]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-from recoup.measuring.problem.costs import CodeSeconds, RecipeCosts, StepCosts
-from recoup.measuring.stream.structure import Code, SeenCall
+from recoup.measuring.problem.costs import RecipeCosts, StepCosts
+from recoup.measuring.problem.gradients import Gradients, PassedGradients
+from recoup.measuring.problem.positions import Position, positions_of
 from recoup.model.recipe import RECOMPUTE, Recipe
 from recoup.planning import Option, Problem, Unit
+from recoup.planning.problem import Scratch
 from recoup.planning.values import SWEPT, Lifetime, Phase, Use, merged
 
-__all__ = ["Position", "encode", "positions_of"]
-
-
-@dataclass
-class Position:
-    """A unit's call, or code, in the order of the step.
-
-    Attributes:
-        name: of the call, or of the code by what follows.
-        call: index of the call; ``None`` for code.
-        seen: the call as it passed by; ``None`` for code.
-        code: the code itself, or what ran before the call.
-        seconds: of the code.
-        is_tail: whether it is the rest of the model and the loss.
-        runs_once: whether its forward cannot be run again.
-        made: bytes of the storages that it makes.
-        earlier: bytes of storages that were made before it by code without a position.
-    """
-
-    name: str
-    call: int | None
-    seen: SeenCall | None
-    code: Code
-    seconds: CodeSeconds
-    is_tail: bool = False
-    runs_once: bool = False
-    made: dict[int, int] = field(default_factory=dict)
-    earlier: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def reads(self) -> dict[int, int]:
-        """Storages that it is given, or saves."""
-        return self.code.saved if self.seen is None else self.seen.arguments
-
-    @property
-    def alive(self) -> dict[int, int]:
-        """Storages that live when it begins."""
-        return self.code.alive if self.seen is None else self.seen.alive
-
-    @property
-    def given_gradients(self) -> dict[int, int]:
-        """Bytes of the gradients that its backward gives storages made before it."""
-        return self.code.gives_gradients if self.seen is None else self.seen.argument_gradients
-
-    @property
-    def parameters(self) -> dict[int, int]:
-        """Bytes of the gradients that its backward gives parameters, by their identity."""
-        if self.seen is None:
-            return self.code.parameters
-        trained = (p for p in self.seen.module.parameters() if p.requires_grad)
-        return {id(p): p.numel() * p.element_size() for p in trained} | self.seen.given_parameters
-
-    def hands_on(self, storage: int) -> bool:
-        """Whether it gives out what it was given, as a view or changed in place."""
-        return self.seen is not None and storage in self.seen.outputs
-
-
-def positions_of(costs: StepCosts) -> list[Position]:
-    """The step's positions, with their producers and with what runs once."""
-    structure = costs.structure
-    found: list[Position] = []
-    for index, seen in enumerate(structure.calls):
-        seconds = costs.code_seconds[index]
-        if seen.code.saved or seen.code.transient_bytes:
-            found.append(Position(f"before {seen.name}", None, None, seen.code, seconds, runs_once=True))
-        found.append(Position(seen.name, index, seen, seen.code, seconds, runs_once=index in costs.once))
-    code = structure.tail.code
-    found.append(Position("loss", None, None, code, costs.code_seconds[-1], is_tail=True, runs_once=True))
-    _find_producers(found)
-    for index, position in enumerate(found[:-1]):
-        position.runs_once |= any(_is_needed_elsewhere(found, index, storage) for storage in position.made)
-    return found
-
-
-def _find_producers(positions: list[Position]) -> None:
-    """Says which position made which storage."""
-    known: set[int] = set()
-    for index, position in enumerate(positions):
-        if position.seen is None:
-            made = position.code.saved
-        else:
-            earlier = {**position.seen.alive, **position.seen.arguments}
-            unknown = {storage: size for storage, size in earlier.items() if storage not in known}
-            if index and positions[index - 1].seen is None:
-                positions[index - 1].made |= unknown
-            else:
-                position.earlier = unknown
-            known |= unknown.keys()
-            made = position.seen.outputs
-        position.made = {storage: size for storage, size in made.items() if storage not in known}
-        known |= position.made.keys()
-
-
-def _is_needed_elsewhere(positions: list[Position], index: int, storage: int) -> bool:
-    """NOTE [ Values between units ], 3."""
-    later = list(enumerate(positions))[index + 1 :]
-    readers = [(place, position) for place, position in later if storage in position.reads]
-    last_alive = max((place for place, p in later if p.seen and storage in p.seen.alive), default=index)
-    is_remade = any(position.seen and storage in position.seen.remade for _, position in readers)
-    return is_remade or last_alive > index + 2 or any(place > index + 1 for place, _ in readers)
+__all__ = ["encode"]
 
 
 def encode(costs: StepCosts) -> Problem:
     """The planning problem of a measured step."""
     positions = positions_of(costs)
-    values = [*_activations(costs, positions), *_gradients(positions), *_copies(costs, positions)]
-    made_bytes = [0] * len(positions)
-    for value in values:
-        if (
-            value.made
-            and value.made.phase is not Phase.BACKWARD
-            and not value.in_scratch
-            and not value.made.options
-        ):
+    gradients = Gradients(positions)
+    activations = list(_activations(costs, positions))
+    made_bytes, read_bytes = [0] * len(positions), [0] * len(positions)
+    for value in activations:
+        if value.made and not value.in_scratch:
             made_bytes[value.made.unit] += value.num_bytes
-    gradients = [value for value in values if value.made and value.made.phase is Phase.BACKWARD]
+        readers = {use.unit for use in value.read if use.phase is Phase.BACKWARD}
+        if len(readers) == 1 and not value.stays:
+            read_bytes[readers.pop()] += value.num_bytes
     parameter_bytes = _parameter_gradients(costs, positions)
     units = [
         Unit(
             position.name,
-            _options(costs, position, made_bytes[index], _Gradients.of(index, gradients)),
+            list(_options(costs, position, gradients.at(index), made_bytes[index], read_bytes[index])),
             output_bytes=0,
             parameter_gradient_bytes=parameter_bytes[index],
             runs_once=position.runs_once,
         )
         for index, position in enumerate(positions)
     ]
+    values = merged([*activations, *gradients.values, *_copies(costs, positions), *_shared(costs, positions)])
     resident_bytes = costs.residents.total_bytes + costs.accumulates * costs.residents.gradient_bytes
-    return Problem(units, resident_bytes=resident_bytes, values=merged(values))
+    return Problem(units, resident_bytes=resident_bytes, values=values)
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """Bytes of the gradients of other positions and its own that one backward reads and makes.
+def _options(
+    costs: StepCosts, position: Position, gradients: PassedGradients, made_bytes: int, read_bytes: int
+) -> Iterator[Option]:
+    """The ways to run a position.
 
-    Attributes:
-        passed_bytes: those that it reads, and those that it makes for the position before.
-        summed_bytes: sums of gradients that it makes.
-        waiting_bytes: of what it makes, what its measured scratch counts though it is a value of its own.
+    Args:
+        costs: of the step.
+        position: to run.
+        gradients: that its backward reads and makes.
+        made_bytes: of the values that its forward makes.
+        read_bytes: of the values that only its backward reads, which frees them on its way.
     """
-
-    passed_bytes: int
-    summed_bytes: int
-    waiting_bytes: int
-
-    @classmethod
-    def of(cls, index: int, gradients: Sequence[Lifetime]) -> _Gradients:
-        made = [value for value in gradients if value.made and value.made.unit == index]
-        read = [value for value in gradients if value.in_scratch and value.read[0].unit == index]
-        to_neighbour = [value for value in made if value.in_scratch and value.read[0].unit == index - 1]
-        return cls(
-            sum(value.num_bytes for value in [*read, *to_neighbour]),
-            sum(value.num_bytes for value in made if value.name == _SUM),
-            sum(value.num_bytes for value in made if not value.in_scratch),
-        )
-
-
-def _options(costs: StepCosts, position: Position, made_bytes: int, gradients: _Gradients) -> list[Option]:
-    if position.call is not None:
-        return [_option(position, option, made_bytes, gradients) for option in costs.options[position.call]]
-    backward_bytes = max(position.code.backward_bytes, gradients.passed_bytes)
-    return [
-        Option(
+    if position.call is None:
+        backward_bytes = max(position.code.backward_bytes - gradients.counted_bytes, gradients.passed_bytes)
+        yield Option(
             "keep",
             forward_s=position.seconds.forward_s,
             backward_s=position.seconds.backward_s,
             forward_transient_bytes=max(0, position.code.transient_bytes - made_bytes),
-            backward_transient_bytes=max(0, backward_bytes - gradients.waiting_bytes),
+            backward_transient_bytes=backward_bytes,
         )
-    ]
+        return
+    for option in costs.options[position.call]:
+        cost = option.bytes
+        backward_bytes = cost.backward_peak_bytes - gradients.added_bytes - gradients.counted_bytes
+        if gradients.summed_bytes:
+            # The sum is made when the unit's own backward has freed what it held.
+            given_bytes = sum(position.given_gradients.values()) + sum(position.parameters.values())
+            given_bytes += gradients.summed_bytes - gradients.waiting_bytes
+            backward_bytes = max(backward_bytes, given_bytes - cost.held_bytes - read_bytes)
+        made = Option(
+            option.recipe.name,
+            forward_s=option.seconds.forward_s,
+            # What holds nothing has nothing to store in a replay.
+            again_s=option.seconds.replay_overhead_s if cost.held_bytes or cost.holds_output else 0.0,
+            backward_s=option.seconds.backward_s,
+            held_bytes=cost.held_bytes,
+            forward_transient_bytes=max(0, cost.forward_peak_bytes - cost.held_bytes - made_bytes),
+            backward_transient_bytes=max(0, backward_bytes),
+        )
+        yield _without_backward(made) if _is_dead(costs, position) else made
 
 
-def _option(position: Position, option: RecipeCosts, made_bytes: int, gradients: _Gradients) -> Option:
-    cost = option.bytes
-    backward_bytes = cost.backward_peak_bytes
-    if gradients.summed_bytes:
-        # The sum is made when the unit's own backward has freed what it held.
-        given_bytes = sum(position.given_gradients.values()) + sum(position.parameters.values())
-        backward_bytes = max(backward_bytes, given_bytes + gradients.summed_bytes - cost.held_bytes)
-    return Option(
-        option.recipe.name,
-        forward_s=option.seconds.forward_s,
-        # What holds nothing has nothing to store in a replay.
-        again_s=option.seconds.replay_overhead_s if cost.held_bytes or cost.holds_output else 0.0,
-        backward_s=option.seconds.backward_s,
-        held_bytes=cost.held_bytes,
-        forward_transient_bytes=max(0, cost.forward_peak_bytes - cost.held_bytes - made_bytes),
-        backward_transient_bytes=max(0, backward_bytes - gradients.waiting_bytes),
+def _is_dead(costs: StepCosts, position: Position) -> bool:
+    """Whether nobody gives its outputs a gradient or holds them: its graph dies with them."""
+    assert position.seen is not None
+    held = costs.caller_holds
+    return (
+        bool(position.seen.wanted)
+        and not any(position.seen.wanted)
+        and not any(s in held for s in position.made)
     )
+
+
+def _without_backward(option: Option) -> Option:
+    forward_bytes = option.scratch.forward + option.held_bytes
+    return replace(option, held_bytes=0, backward_s=0.0, again_s=0.0, scratch=Scratch(forward_bytes))
 
 
 def _activations(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
@@ -275,51 +177,6 @@ def _holding(costs: StepCosts, position: Position, storage: int, *, is_own: bool
     return None if not found else () if len(found) == len(options) else tuple(found)
 
 
-_SUM = "sum of gradients"
-
-
-def _gradients(positions: list[Position]) -> Iterator[Lifetime]:
-    """NOTE [ Values between units ], 4."""
-    for producer, position in enumerate(positions):
-        for storage in position.made:
-            yield from _gradient(positions, producer, storage)
-
-
-def _gradient(positions: list[Position], producer: int, storage: int) -> Iterator[Lifetime]:
-    later = reversed(range(producer + 1, len(positions)))
-    givers = [index for index in later if storage in positions[index].given_gradients]
-    if not givers:
-        return
-    full_bytes = _gradient_bytes(positions, producer, storage)
-    maker, name = givers[0], "gradient"
-    size = positions[maker].given_gradients[storage]
-    for giver in givers[1:]:
-        if positions[giver].hands_on(storage):
-            yield _waiting(name, size, maker, giver)
-            maker, name, size = giver, "gradient", positions[giver].given_gradients[storage]
-        elif size != full_bytes:
-            yield replace(_waiting(name, size, maker, giver), in_scratch=False)
-            maker, name, size = giver, _SUM, full_bytes
-    # What a neighbour gives is the whole gradient, whatever it is a view of.
-    yield _waiting(name, full_bytes if maker == producer + 1 else size, maker, producer)
-
-
-def _waiting(name: str, num_bytes: int, maker: int, reader: int) -> Lifetime:
-    made, read = Use(Phase.BACKWARD, maker), (Use(Phase.BACKWARD, reader),)
-    return Lifetime(name, num_bytes, made=made, read=read, in_scratch=True)
-
-
-def _gradient_bytes(positions: list[Position], index: int, storage: int) -> int:
-    """Of one storage; where code made it, its first reader tells whether it needs one."""
-    seen = positions[index].seen
-    if seen is not None:
-        return seen.gradients.get(storage, 0)
-    for later in positions[index + 1 :]:
-        if later.seen is not None and storage in later.seen.argument_gradients:
-            return later.seen.argument_gradients[storage]
-    return 0
-
-
 def _copies(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
     """NOTE [ Values between units ], 6."""
     for index, position in enumerate(positions):
@@ -349,6 +206,20 @@ def _copied_bytes(option: RecipeCosts, held: dict[Recipe, int]) -> int:
     return max(held.values(), default=0) if recipe.inner else min(held.values(), default=0)
 
 
+def _shared(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
+    """Gradients of parameters that several positions use, which autograd sums before it adds them to earlier ones."""
+    users: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {}
+    for index, position in enumerate(positions):
+        for parameter, size in position.parameters.items():
+            users.setdefault(parameter, []).append(index)
+            sizes[parameter] = size
+    for parameter, found in users.items():
+        if costs.accumulates and len(found) > 1:
+            made, read = Use(Phase.BACKWARD, found[-1]), (Use(Phase.BACKWARD, found[0]),)
+            yield Lifetime("gradient of parameters", sizes[parameter], made=made, read=read, in_scratch=True)
+
+
 def _parameter_gradients(costs: StepCosts, positions: list[Position]) -> list[int]:
     """Bytes of the parameter gradients that appear in each position's backward: each once."""
     made = [0] * len(positions)
@@ -356,7 +227,7 @@ def _parameter_gradients(costs: StepCosts, positions: list[Position]) -> list[in
         return made
     claimed: set[int] = set()
     for index, position in reversed(list(enumerate(positions))):
-        given = position.parameters
+        given = {} if position.seen and _is_dead(costs, position) else position.parameters
         made[index] = sum(size for parameter, size in given.items() if parameter not in claimed)
         claimed |= given.keys()
     # Parameters that only code without a position uses: their gradients come last.

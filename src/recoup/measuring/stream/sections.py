@@ -26,7 +26,10 @@ class Section:
         edges: where its graph ends: at outputs of units, at earlier code, at parameters.
         numbers: of the storages among those ends, for each; None for parameters and the like.
         parameters: among those ends.
-        gradients: after its backward has run, bytes that the gradients of those storages take, by number.
+        gradients: after its backward has run, bytes of the gradients of those storages, by number.
+        views: after its backward has run, by number, the storage that its gradient is a view of.
+        strided: after its backward has run, the numbers of those whose gradients are no contiguous views.
+        storages: bytes of these storages.
     """
 
     heads: Sequence[Tensor]
@@ -34,6 +37,9 @@ class Section:
     numbers: Sequence[int | None]
     parameters: Sequence[Tensor]
     gradients: dict[int, int] = field(default_factory=dict)
+    views: dict[int, int] = field(default_factory=dict)
+    strided: set[int] = field(default_factory=set)
+    storages: dict[int, int] = field(default_factory=dict)
 
     def backward_bytes(self, meter: Meter, *, frees: bool) -> int:
         """The most that lives in its backward, with the gradients of what it handed on; nothing earlier runs.
@@ -51,19 +57,21 @@ class Section:
         return meter.peak_bytes() - before
 
     def _note_gradients(self, found: Sequence[Tensor | None]) -> None:
-        """A gradient may be a view of a larger one: of several views, the one that waits longest counts it all."""
-        # Numbers rise in the order in which storages were made, and gradients wait in the opposite order.
-        pairs = [
-            (number, tensor)
-            for number, tensor in zip(self.numbers, found, strict=True)
-            if number is not None and tensor is not None and tensor.layout is torch.strided
-        ]
-        counted: set[int] = set()
-        for number, tensor in sorted(pairs, key=lambda pair: pair[0]):
+        known: dict[int, int] = {}
+        for number, tensor in zip(self.numbers, found, strict=True):
+            if number is None or tensor is None or tensor.layout is not torch.strided:
+                continue
             storage = tensor.untyped_storage()
-            size = 0 if storage._cdata in counted else storage.nbytes()
-            self.gradients[number] = self.gradients.get(number, 0) + size
-            counted.add(storage._cdata)
+            owner = known.setdefault(storage._cdata, len(known))
+            self.storages[owner] = storage.nbytes()
+            self.gradients[number] = self.gradients.get(number, 0) + tensor.numel() * tensor.element_size()
+            if number in self.views:
+                # Several gradients, which autograd adds up: a storage of their own.
+                owner = known[-1 - number] = len(known)
+                self.storages[owner] = self.gradients[number]
+            self.views[number] = owner
+            if not tensor.is_contiguous():
+                self.strided.add(number)
 
 
 class Sections:

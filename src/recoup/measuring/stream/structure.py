@@ -39,8 +39,10 @@ class Code:
         transient_bytes: the most that lived at once of what it made, and of the output of the unit before, beyond this
             output.
         backward_bytes: the most that lived in its backward, beyond what lived before.
-        gives_gradients: storages made earlier that its backward gives a gradient, saved or not, and the bytes that this
-            gradient takes while it waits: those of all that it is a view of.
+        gives_gradients: storages made earlier that its backward gives a gradient, saved or not, and its bytes.
+        views: by these storages, the storage that the gradient is a view of.
+        strided: of these storages, those whose gradient is no contiguous view: a backward copies it.
+        gradient_storages: bytes of those that gradients are views of.
         parameters: bytes of the gradients that its backward gives parameters, by their identity.
         alive: storages that live when its first operation runs.
     """
@@ -49,6 +51,9 @@ class Code:
     transient_bytes: int
     backward_bytes: int = 0
     gives_gradients: Storages = field(default_factory=dict)
+    views: dict[int, int] = field(default_factory=dict)
+    strided: set[int] = field(default_factory=set)
+    gradient_storages: Storages = field(default_factory=dict)
     parameters: dict[int, int] = field(default_factory=dict)
     alive: Storages = field(default_factory=dict)
 
@@ -184,6 +189,7 @@ class _Looker(Visitor):
         self.numbers = _Numbers(_strided(resident), tracker)
         self.sections = Sections()
         self.trained = {id(p) for p in model.parameters() if p.requires_grad}
+        self._in_graphs: set[int] = set()
         self.calls: list[SeenCall] = []
         self.tail: Tail | None = None
         # By identity, as a span knows what its calls hand on.
@@ -194,6 +200,8 @@ class _Looker(Visitor):
     def _begin_code(self, call: UnitCall | None = None, output: Any = None) -> None:
         self._saved: Storages = {}
         self._held: list[Tensor] = []
+        # What graphs of units hold, too: in a real step the backward of the code does not free it.
+        self._kept: list[Tensor] = []
         if call is not None:
             # In a real step the unit's graph holds them.
             saved, given = self.calls[-1].saved_arguments, _strided(tensors_in((call.args, call.kwargs)))
@@ -219,8 +227,18 @@ class _Looker(Visitor):
         }
         backward_bytes = section.backward_bytes(self.meter, frees=self.frees)
         given = dict.fromkeys((number for number in section.numbers if number is not None), 0)
-        gradients = given | section.gradients
-        return Code(self._saved, transient_bytes, backward_bytes, gradients, parameters, self._alive)
+        self._kept = []
+        return Code(
+            self._saved,
+            transient_bytes,
+            backward_bytes,
+            given | section.gradients,
+            section.views,
+            section.strided,
+            section.storages,
+            parameters,
+            self._alive,
+        )
 
     def _note(self, tensors: Sequence[Tensor]) -> None:
         self.sections.note((t, self.numbers.number(t.untyped_storage())) for t in _strided(tensors))
@@ -228,7 +246,10 @@ class _Looker(Visitor):
     def pack(self, tensor: Tensor) -> Tensor:
         """Notes what the code between units saves."""
         if tensor.layout is torch.strided:
-            self._saved |= self.numbers.storages([tensor.untyped_storage()])
+            saved = self.numbers.storages([tensor.untyped_storage()])
+            self._saved |= saved
+            if saved.keys() & self._in_graphs:
+                self._kept.append(tensor.detach())
         return tensor.detach()
 
     def enter(self, call: UnitCall) -> None:
@@ -273,6 +294,7 @@ class _Looker(Visitor):
         called = [module for module in self.inside.get(call.module, []) if module in names]
         with _noting_inside(called, current, in_place):
             output = call.glance(note)
+        self._in_graphs |= self._saved_arguments | (saved.keys() & self.numbers.of(output).keys())
         made_bytes = self.tracker.made_bytes - made_bytes
         taken = (sum(saved.values()), made_bytes, self.tracker.recent_peak_bytes)
         saved_inside = {
@@ -323,7 +345,7 @@ class _Looker(Visitor):
     def end(self, loss: Tensor, output: Any) -> None:
         code = self._end_code(loss)
         # The loss has a gradient too, which a backward holds until it ends.
-        at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: loss.untyped_storage().nbytes()}
+        at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: loss.numel() * loss.element_size()}
         # So have other models, whose backwards came before.
         at_loss |= self.numbers.of([p.grad for one in self.step.reached.modules for p in one.parameters()])
         parts = named_outputs(output) if self.step.step is None else self._held_outputs()

@@ -1,0 +1,139 @@
+"""The gradients of what positions made: when they are there, and what backwards need beside them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from recoup.measuring.problem.positions import Position
+from recoup.planning.values import Lifetime, Phase, Use
+
+__all__ = ["Gradients", "PassedGradients"]
+
+
+@dataclass
+class PassedGradients:
+    """Bytes of the gradients that one backward reads and makes.
+
+    Attributes:
+        passed_bytes: those that it reads and its scratch counts, and those that it makes for the position before.
+        waiting_bytes: of what it makes, what its measured scratch counts though it is a value.
+        viewed_bytes: of what it reads, what its measured scratch counts though it is a view of a larger value.
+        summed_bytes: sums of gradients that it makes.
+        added: sizes of gradients that its measured scratch counts to the end, and that are really added to a waiting
+            one at once.
+    """
+
+    passed_bytes: int = 0
+    waiting_bytes: int = 0
+    viewed_bytes: int = 0
+    summed_bytes: int = 0
+    added: list[int] = field(default_factory=list)
+
+    @property
+    def counted_bytes(self) -> int:
+        """What its measured scratch counts though simulation counts it as a value."""
+        return self.waiting_bytes + self.viewed_bytes
+
+    @property
+    def added_bytes(self) -> int:
+        """What its measured scratch counts too much: of gradients that are added at once, all but the largest."""
+        return sum(self.added) - max(self.added, default=0)
+
+
+class Gradients:
+    """The gradients that live between backwards: NOTE [ Values between units ], 4, in ``encode``.
+
+    Attributes:
+        values: their lifetimes.
+    """
+
+    def __init__(self, positions: Sequence[Position]) -> None:
+        self._positions = positions
+        self.values: list[Lifetime] = []
+        self._passed = [PassedGradients() for _ in positions]
+        self._views: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for producer, position in enumerate(positions):
+            for storage in position.made:
+                self._follow(producer, storage)
+        for (maker, storage), readers in self._views.items():
+            num_bytes = positions[maker].code.gradient_storages[storage]
+            self._wait(num_bytes, maker, sorted(readers), in_scratch=False)
+
+    def at(self, index: int) -> PassedGradients:
+        """Those that the backward of a position reads and makes."""
+        return self._passed[index]
+
+    def _follow(self, producer: int, storage: int) -> None:
+        """The gradient of one storage, from the last backward that gives it to that of its producer."""
+        later = reversed(range(producer + 1, len(self._positions)))
+        givers = [index for index in later if storage in self._positions[index].given_gradients]
+        if not givers:
+            return
+        full_bytes = self._full_bytes(producer, storage)
+        maker, *others = givers
+        size, view = self._given(maker, storage, full_bytes)
+        for giver in others:
+            if self._positions[giver].hands_on(storage):
+                self._end(maker, giver, 0 if self._is_copied(view, storage) else size, view)
+                maker, view = giver, None
+                size, _ = self._given(giver, storage, full_bytes)
+            elif view is not None or size != full_bytes:
+                self._end(maker, giver, size, view, is_summed=True)
+                self._passed[giver].summed_bytes += full_bytes
+                maker, view, size = giver, None, full_bytes
+            else:
+                self._passed[giver].added.append(size)
+        if view is None and maker == producer + 1:
+            size = full_bytes
+        self._end(maker, producer, 0 if self._is_copied(view, storage) else size, view)
+
+    def _is_copied(self, view: tuple[int, int] | None, storage: int) -> bool:
+        return view is not None and storage in self._positions[view[0]].code.strided
+
+    def _given(self, giver: int, storage: int, full_bytes: int) -> tuple[int, tuple[int, int] | None]:
+        """Bytes of the gradient that a backward gives, and the storage that it is a view of, if it is one."""
+        position = self._positions[giver]
+        size = position.given_gradients[storage]
+        if position.seen is None and storage in position.code.views:
+            owner = position.code.views[storage]
+            is_shared = sum(other == owner for other in position.code.views.values()) > 1
+            if is_shared or position.code.gradient_storages[owner] != full_bytes:
+                return full_bytes, (giver, owner)
+        return size, None
+
+    def _end(
+        self,
+        maker: int,
+        reader: int,
+        num_bytes: int,
+        view: tuple[int, int] | None,
+        *,
+        is_summed: bool = False,
+    ) -> None:
+        if view is not None:
+            self._views[view].add(reader)
+            self._passed[reader].viewed_bytes += 0 if is_summed else num_bytes
+        else:
+            self._wait(num_bytes, maker, [reader], in_scratch=not is_summed)
+
+    def _wait(self, num_bytes: int, maker: int, readers: Sequence[int], *, in_scratch: bool) -> None:
+        read = tuple(Use(Phase.BACKWARD, reader) for reader in readers)
+        made = Use(Phase.BACKWARD, maker)
+        self.values.append(Lifetime("gradient", num_bytes, made=made, read=read, in_scratch=in_scratch))
+        if in_scratch:
+            self._passed[readers[0]].passed_bytes += num_bytes
+            self._passed[maker].passed_bytes += num_bytes if readers[0] == maker - 1 else 0
+        else:
+            self._passed[maker].waiting_bytes += num_bytes
+
+    def _full_bytes(self, index: int, storage: int) -> int:
+        """Bytes of a storage's gradient; where code made it, its first reader tells whether it needs one."""
+        seen = self._positions[index].seen
+        if seen is not None:
+            return seen.gradients.get(storage, 0)
+        for later in self._positions[index + 1 :]:
+            if later.seen is not None and storage in later.seen.argument_gradients:
+                return later.seen.argument_gradients[storage]
+        return 0
