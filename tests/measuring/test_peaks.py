@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from recoup.measuring import measure
 from recoup.planning import Phase, Problem, Use
+from recoup.planning.additive import additive
 
 ROWS = 32
 
@@ -395,7 +396,7 @@ def test_outputs_that_nobody_uses(holds: bool) -> None:
     model = Discards(holds)
     check_exact(model, units="blocks.*")
     profile = measure(model, torch.randn(ROWS, 24), loss=mean, units="blocks.*")
-    for index, unit in enumerate(profile.problem.units[:4]):
+    for index, unit in enumerate(additive(profile.problem).units[:4]):
         # Both are what the second layer saves; nothing gives them a gradient.
         assert gradient_bytes(profile.problem, index) == ROWS * 24 * 4
         assert unit.options[0].held_bytes >= ROWS * 40 * 4
