@@ -37,7 +37,7 @@ __all__ = ["encode"]
 def encode(costs: StepCosts) -> Problem:
     """The planning problem of a measured step."""
     positions = positions_of(costs)
-    gradients = Gradients(positions)
+    gradients = Gradients(positions, adds_in_place=costs.structure.adds_in_place)
     activations = list(_activations(costs, positions))
     made_bytes, read_bytes = [0] * len(positions), [0] * len(positions)
     for value in activations:
@@ -75,7 +75,9 @@ def _options(
         read_bytes: of the values that only its backward reads, which frees them on its way.
     """
     if position.call is None:
-        backward_bytes = max(position.code.backward_bytes - gradients.counted_bytes, gradients.passed_bytes)
+        # It frees a gradient that waited as soon as it has added its own, before the rest of it runs.
+        freed_bytes = gradients.counted_bytes + gradients.ended_bytes
+        backward_bytes = max(position.code.backward_bytes - freed_bytes, gradients.passed_bytes)
         yield Option(
             "keep",
             forward_s=position.seconds.forward_s,

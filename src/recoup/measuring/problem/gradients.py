@@ -20,6 +20,7 @@ class PassedGradients:
         passed_bytes: those that it reads and its scratch counts, and those that it makes for the position before.
         waiting_bytes: of what it makes, what its measured scratch counts though it is a value.
         viewed_bytes: of what it reads, what its measured scratch counts though it is a view of a larger value.
+        ended_bytes: of what it reads, values that its measured scratch does not count.
         summed_bytes: sums of gradients that it makes.
         added: sizes of gradients that its measured scratch counts to the end, and that are really added to a waiting
             one at once.
@@ -28,6 +29,7 @@ class PassedGradients:
     passed_bytes: int = 0
     waiting_bytes: int = 0
     viewed_bytes: int = 0
+    ended_bytes: int = 0
     summed_bytes: int = 0
     added: list[int] = field(default_factory=list)
 
@@ -49,14 +51,18 @@ class Gradients:
         values: their lifetimes.
     """
 
-    def __init__(self, positions: Sequence[Position]) -> None:
-        self._positions = positions
+    def __init__(self, positions: Sequence[Position], *, adds_in_place: bool) -> None:
+        self._positions, self._adds_in_place = positions, adds_in_place
         self.values: list[Lifetime] = []
         self._passed = [PassedGradients() for _ in positions]
         self._views: dict[tuple[int, int], set[int]] = defaultdict(set)
         for producer, position in enumerate(positions):
             for storage in position.made:
                 self._follow(producer, storage)
+        for maker, position in enumerate(positions):
+            if position.seen is None:
+                for call, num_bytes in position.code.gives_code.items():
+                    self._wait(num_bytes, maker, [self._code_before(call)], in_scratch=False)
         for (maker, storage), readers in self._views.items():
             num_bytes = positions[maker].code.gradient_storages[storage]
             self._wait(num_bytes, maker, sorted(readers), in_scratch=False)
@@ -64,6 +70,11 @@ class Gradients:
     def at(self, index: int) -> PassedGradients:
         """Those that the backward of a position reads and makes."""
         return self._passed[index]
+
+    def _code_before(self, call: int) -> int:
+        """The position of the code before a call, or of the call before that."""
+        index = next((i for i, one in enumerate(self._positions) if one.call == call), len(self._positions))
+        return max(0, index - 1)
 
     def _follow(self, producer: int, storage: int) -> None:
         """The gradient of one storage, from the last backward that gives it to that of its producer."""
@@ -79,7 +90,7 @@ class Gradients:
                 self._end(maker, giver, 0 if self._is_copied(view, storage) else size, view)
                 maker, view = giver, None
                 size, _ = self._given(giver, storage, full_bytes)
-            elif view is not None or size != full_bytes:
+            elif view is not None or size != full_bytes or not self._adds_in_place:
                 self._end(maker, giver, size, view, is_summed=True)
                 self._passed[giver].summed_bytes += full_bytes
                 maker, view, size = giver, None, full_bytes
@@ -127,6 +138,7 @@ class Gradients:
             self._passed[maker].passed_bytes += num_bytes if readers[0] == maker - 1 else 0
         else:
             self._passed[maker].waiting_bytes += num_bytes
+            self._passed[readers[0]].ended_bytes += num_bytes
 
     def _full_bytes(self, index: int, storage: int) -> int:
         """Bytes of a storage's gradient; where code made it, its first reader tells whether it needs one."""

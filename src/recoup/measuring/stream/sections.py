@@ -25,21 +25,25 @@ class Section:
         heads: tensors that it made and handed on, which need a gradient.
         edges: where its graph ends: at outputs of units, at earlier code, at parameters.
         numbers: of the storages among those ends, for each; None for parameters and the like.
+        origins: for each of those ends, the number of the earlier section that it belongs to; None for others.
         parameters: among those ends.
         gradients: after its backward has run, bytes of the gradients of those storages, by number.
         views: after its backward has run, by number, the storage that its gradient is a view of.
         strided: after its backward has run, the numbers of those whose gradients are no contiguous views.
         storages: bytes of these storages.
+        to_code: after its backward has run, by an earlier section's number, bytes of the gradients of what that made.
     """
 
     heads: Sequence[Tensor]
     edges: Sequence[GradientEdge]
     numbers: Sequence[int | None]
+    origins: Sequence[int | None]
     parameters: Sequence[Tensor]
     gradients: dict[int, int] = field(default_factory=dict)
     views: dict[int, int] = field(default_factory=dict)
     strided: set[int] = field(default_factory=set)
     storages: dict[int, int] = field(default_factory=dict)
+    to_code: dict[int, int] = field(default_factory=dict)
 
     def backward_bytes(self, meter: Meter, *, frees: bool) -> int:
         """The most that lives in its backward, with the gradients of what it handed on; nothing earlier runs.
@@ -58,11 +62,15 @@ class Section:
 
     def _note_gradients(self, found: Sequence[Tensor | None]) -> None:
         known: dict[int, int] = {}
-        for number, tensor in zip(self.numbers, found, strict=True):
-            if number is None or tensor is None or tensor.layout is not torch.strided:
+        for number, origin, tensor in zip(self.numbers, self.origins, found, strict=True):
+            if tensor is None or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
+            if origin is not None and storage._cdata not in known:
+                self.to_code[origin] = self.to_code.get(origin, 0) + storage.nbytes()
             owner = known.setdefault(storage._cdata, len(known))
+            if number is None:
+                continue
             self.storages[owner] = storage.nbytes()
             self.gradients[number] = self.gradients.get(number, 0) + tensor.numel() * tensor.element_size()
             if number in self.views:
@@ -81,19 +89,19 @@ class Sections:
     """
 
     def __init__(self) -> None:
-        self._num_sections = 0
+        self.number = 0
 
     def note(self, numbers: Iterable[tuple[Tensor, int | None]]) -> None:
         """Lets later sections know by which number's storage they begin, and that they begin there."""
         for tensor, number in numbers:
             if tensor.grad_fn is not None:
                 marks = _marks(tensor.grad_fn)
-                marks.setdefault(self, self._num_sections)
+                marks.setdefault(self, self.number)
                 marks[self, tensor.output_nr] = number
 
     def next(self, tensors: Iterable[Tensor]) -> Section:
         """What the code since the last call added below these tensors."""
-        self._num_sections += 1
+        self.number += 1
         heads = [tensor for tensor in tensors if tensor.grad_fn is not None and self._is_new(tensor.grad_fn)]
         edges: dict[tuple[Any, int], GradientEdge] = {}
         waiting = [tensor.grad_fn for tensor in heads]
@@ -102,7 +110,7 @@ class Sections:
             assert node is not None
             if self in _marks(node):
                 continue
-            _marks(node)[self] = self._num_sections
+            _marks(node)[self] = self.number
             for below, index in node.next_functions:
                 if below is None:
                     continue
@@ -111,12 +119,18 @@ class Sections:
                 else:
                     edges[below, index] = GradientEdge(below, index)
         numbers = [_marks(node).get((self, index)) for node, index in edges]
+        origins = [self._origin(node, index) for node, index in edges]
         parameters = [node.variable for node, _ in edges if hasattr(node, "variable")]
-        return Section(heads, list(edges.values()), numbers, parameters)
+        return Section(heads, list(edges.values()), numbers, origins, parameters)
+
+    def _origin(self, node: Any, index: int) -> int | None:
+        """The earlier section that a node belongs to; None for outputs of units and for leaves."""
+        marks = _marks(node)
+        return None if (self, index) in marks or not node.next_functions else marks.get(self)
 
     def _is_new(self, node: Any) -> bool:
         section = _marks(node).get(self)
-        return section is None or section == self._num_sections
+        return section is None or section == self.number
 
 
 def _marks(node: Any) -> dict[Any, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from recoup.devices.meter import Meter
+from recoup.devices.meter import CpuMeter, Meter
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import CheckpointError, LossError
 from recoup.measuring.stream.sections import Sections
@@ -43,6 +43,7 @@ class Code:
         views: by these storages, the storage that the gradient is a view of.
         strided: of these storages, those whose gradient is no contiguous view: a backward copies it.
         gradient_storages: bytes of those that gradients are views of.
+        gives_code: by the calls before which earlier code ran, bytes of the gradients of what only that code knows.
         parameters: bytes of the gradients that its backward gives parameters, by their identity.
         alive: storages that live when its first operation runs.
     """
@@ -54,6 +55,7 @@ class Code:
     views: dict[int, int] = field(default_factory=dict)
     strided: set[int] = field(default_factory=set)
     gradient_storages: Storages = field(default_factory=dict)
+    gives_code: dict[int, int] = field(default_factory=dict)
     parameters: dict[int, int] = field(default_factory=dict)
     alive: Storages = field(default_factory=dict)
 
@@ -128,6 +130,7 @@ class Structure:
     tail: Tail
     accumulates: bool
     has_stale: bool = False
+    adds_in_place: bool = True
 
 
 class _Numbers:
@@ -190,6 +193,7 @@ class _Looker(Visitor):
         self.sections = Sections()
         self.trained = {id(p) for p in model.parameters() if p.requires_grad}
         self._in_graphs: set[int] = set()
+        self._calls_of: dict[int, int] = {}
         self.calls: list[SeenCall] = []
         self.tail: Tail | None = None
         # By identity, as a span knows what its calls hand on.
@@ -221,6 +225,7 @@ class _Looker(Visitor):
         transient_bytes = max(beyond_bytes, self.tracker.recent_peak_bytes - self._recent_bytes)
         self._held = []
         section = self.sections.next(needing_gradient(handed_on))
+        self._calls_of[self.sections.number] = len(self.calls)
         self._note(section.heads)
         parameters = {
             id(p): p.numel() * p.element_size() for p in section.parameters if id(p) in self.trained
@@ -236,6 +241,7 @@ class _Looker(Visitor):
             section.views,
             section.strided,
             section.storages,
+            {self._calls_of[origin]: size for origin, size in section.to_code.items()},
             parameters,
             self._alive,
         )
@@ -478,7 +484,9 @@ def _look(
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")
         calls = _noting_gradients(looker.calls, looker.tail)
-        return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale)
+        # A dispatch mode, such as the tracker, keeps autograd from adding gradients in place.
+        adds_in_place = type(meter) is not CpuMeter
+        return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale, adds_in_place)
 
 
 def _given_back(tensor: Tensor) -> Tensor:
