@@ -19,6 +19,7 @@ from recoup.engines import Leaf, ModelPlan, frontier, minimum_budget, plan
 from recoup.errors import BudgetError, SizeError
 from recoup.measuring import Profile, Recipe
 from recoup.model.recipe import KEEP, RECOMPUTE
+from recoup.planning import simulate
 from recoup.planning.plan import Session
 
 
@@ -152,7 +153,13 @@ def test_what_segments_hold_besides_their_input_counts() -> None:
     profile = recoup.measure(nn.Sequential(*layers), torch.randn(64, 8), loss=torch.sum, accumulates=True)
     found = plan(profile, minimum_budget(profile))
     assert any(not isinstance(item, Leaf) for item in found.items)
-    assert found.predicted_bytes > found.schedule.predicted.peak_bytes
+    assert found.predicted_bytes == found.schedule.predicted.peak_bytes
+    without = [value for value in profile.problem.values if value.name != "copies for a replay"]
+    copied_bytes = (2 * 8 + 2) * 4
+    assert {v.num_bytes for v in profile.problem.values if v not in without} == {copied_bytes}
+    alone = simulate(replace(profile.problem, values=tuple(without)), found.schedule.schedule)
+    num_units = sum(item.last - item.first + 1 for item in found.items if not isinstance(item, Leaf))
+    assert 0 < found.predicted_bytes - alone.peak_bytes <= num_units * copied_bytes
 
 
 # Depth
