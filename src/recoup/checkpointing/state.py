@@ -41,8 +41,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from recoup.checkpointing.guard import unguarded
 from recoup.checkpointing.reach import Reach
 from recoup.errors import CheckpointError, InputChangedError
-from recoup.snapshot.places import holds, look, replace
-from recoup.snapshot.tensors import hold_hooks
+from recoup.snapshot.places import hold_hooks, holds, look, replace
 from recoup.tensors import without_history
 
 __all__ = ["FunctionState"]

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from recoup.snapshot.own_code import UNBOUND, content_of
-from recoup.snapshot.tensors import hold_hooks
 
-__all__ = ["Accessor", "GlobalName", "Snapshot", "holds", "look", "put", "replace"]
+__all__ = ["Accessor", "GlobalName", "Snapshot", "hold_hooks", "holds", "look", "put", "replace"]
 
 
 class GlobalName(NamedTuple):
@@ -164,3 +163,24 @@ def _is_equal(place: Any, then: Any) -> bool:
 
 def _is_same(now: Any, then: Any) -> bool:
     return now is then or (isinstance(now, (int, float, str)) and type(now) is type(then) and now == then)
+
+
+def hold_hooks(tensors: list[Tensor]) -> Callable[[], None]:
+    """Notes the hooks on the gradients of tensors; returns what removes others, as often as it is called."""
+    then = {id(t): [hooks and hooks.copy() for hooks in _hooks_of(t)] for t in tensors if any(_hooks_of(t))}
+
+    def restore() -> None:
+        for tensor in tensors:
+            for position, hooks in enumerate(_hooks_of(tensor)):
+                if hooks:
+                    before = then.get(id(tensor), (None, None))[position] or {}
+                    # In place: autograd, and the handles that remove hooks, know this dictionary.
+                    if list(hooks) != list(before):
+                        hooks.clear()
+                        hooks.update(before)
+
+    return restore
+
+
+def _hooks_of(tensor: Tensor) -> tuple[Any, Any]:
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from recoup.snapshot.places import put
 from recoup.tensors import num_owners, plain_tensors
 from recoup.torch_private import without_modes
 
-__all__ = ["HeldStorage", "HeldValues", "held_gradient", "hold_hooks"]
+__all__ = ["HeldStorage", "HeldValues", "held_gradient"]
 
 # The tensor itself, and the Python object of its storage.
 _NUM_OWNERS_OF_OWN_STORAGE = 2
@@ -54,36 +55,19 @@ class HeldValues:
     def _restore_of(self, value: Any) -> Callable[[], Any]:
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, dict):
-            return self._dict(value)
-        if isinstance(value, list):
-            return self._list(value)
-        parts = [vars(value)] if isinstance(value, Optimizer) else value if isinstance(value, tuple) else []
+        if isinstance(value, Optimizer):
+            parts: Any = [vars(value)]
+        elif isinstance(value, (dict, list, tuple)):
+            parts = value.values() if isinstance(value, dict) else value
+        else:
+            parts = ()
+        keys = list(value) if isinstance(value, dict) else []
         restores = [self.hold(part) for part in parts]
 
         def restore() -> Any:
-            for part in restores:
-                part()
-            return value
-
-        return restore
-
-    def _dict(self, value: dict[Any, Any]) -> Callable[[], Any]:
-        entries = {key: self.hold(entry) for key, entry in value.items()}
-
-        def restore() -> dict[Any, Any]:
-            restored = {key: entry() for key, entry in entries.items()}
-            value.clear()
-            value.update(restored)
-            return value
-
-        return restore
-
-    def _list(self, value: list[Any]) -> Callable[[], Any]:
-        entries = [self.hold(entry) for entry in value]
-
-        def restore() -> list[Any]:
-            value[:] = [entry() for entry in entries]
+            restored = [part() for part in restores]
+            if isinstance(value, (dict, list)):
+                put(value, dict(zip(keys, restored, strict=True)) if isinstance(value, dict) else restored)
             return value
 
         return restore
@@ -188,27 +172,6 @@ def held_gradient(parameter: Tensor) -> Callable[[], None]:
         parameter.grad = gradient
 
     return restore
-
-
-def hold_hooks(tensors: list[Tensor]) -> Callable[[], None]:
-    """Notes the hooks on the gradients of tensors; returns what removes others, as often as it is called."""
-    then = {id(t): [hooks and hooks.copy() for hooks in _hooks_of(t)] for t in tensors if any(_hooks_of(t))}
-
-    def restore() -> None:
-        for tensor in tensors:
-            for position, hooks in enumerate(_hooks_of(tensor)):
-                if hooks:
-                    before = then.get(id(tensor), (None, None))[position] or {}
-                    # In place: autograd, and the handles that remove hooks, know this dictionary.
-                    if list(hooks) != list(before):
-                        hooks.clear()
-                        hooks.update(before)
-
-    return restore
-
-
-def _hooks_of(tensor: Tensor) -> tuple[Any, Any]:
-    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 def _may_leave_device(gradient: Tensor) -> bool:
