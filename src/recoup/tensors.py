@@ -212,12 +212,17 @@ def each_tensor(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in nested containers, each object once.
 
+    Raises:
+        CheckpointError: there is an iterator, in which tensors cannot be found without reading it.
+
     >>> import torch
     >>> x = torch.zeros(2)
     >>> len(tensors_in({"a": [x, (x, torch.ones(3))]}))
     2
     """
-    return list({id(tensor): tensor for tensor in each_tensor(tree)}.values())
+    found: list[Tensor] = []
+    take_apart(tree, found, [])
+    return list({id(tensor): tensor for tensor in found}.values())
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:

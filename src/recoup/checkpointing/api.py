@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from recoup.checkpointing.mismatch import describe_function
 from recoup.checkpointing.segment import Segment
 from recoup.errors import NothingToCheckpointError
-from recoup.tensors import needing_gradient
+from recoup.tensors import each_tensor
 from recoup.torch_private import current_transform
 
 __all__ = ["Checkpoint", "checkpoint", "not_callable", "run_traced", "torch_checkpoint"]
@@ -154,7 +154,8 @@ def _run(
         return fn(*args, **kwargs)
     segment = Segment(options)
     output = segment.run(fn, args, kwargs, contexts=(None, None) if context_fn is None else context_fn())
-    if segment.is_idle() and not needing_gradient((output, getattr(output, "__dict__", None))):
+    returned = each_tensor((output, getattr(output, "__dict__", None)))
+    if segment.is_idle() and not any(tensor.requires_grad for tensor in returned):
         raise NothingToCheckpointError(
             f"{describe_function(fn)} was given no tensor and its result needs no gradient: there is nothing to"
             " checkpoint. Pass its inputs as arguments, or call it directly."
