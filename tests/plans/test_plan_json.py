@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from models import GPT, assert_same, plainly, train
-from planning.problems import random_problem, small_problems
+from planning.problems import random_problem, small_problems, value_problems
 from plans.test_profile_json import profile_of
 
 import recoup
@@ -21,7 +21,7 @@ from recoup.plans.plan_json import FORMAT_VERSION
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(problem=small_problems(max_units=5))
+@given(problem=small_problems(max_units=5, additive=False) | value_problems())
 def test_round_trips_are_exact(problem: Problem) -> None:
     profile = profile_of(problem)
     for chosen in recoup.frontier(profile, num_points=3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning.problems import random_problem, small_problems
+from planning.problems import random_problem, small_problems, value_problems
 
 from recoup.errors import EncodingError
 from recoup.measuring import Profile, ProfiledUnit, Recipe, measure
@@ -32,7 +32,11 @@ def profile_of(problem: Problem, **changes: Any) -> Profile:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(problem=small_problems(max_units=5), accumulates=st.booleans(), indent=st.sampled_from([None, 2]))
+@given(
+    problem=small_problems(max_units=5, additive=False) | value_problems(),
+    accumulates=st.booleans(),
+    indent=st.sampled_from([None, 2]),
+)
 def test_round_trips_are_exact(problem: Problem, accumulates: bool, indent: int | None) -> None:
     profile = profile_of(problem, accumulates=accumulates)
     again = Profile.from_json(profile.to_json(indent=indent))
