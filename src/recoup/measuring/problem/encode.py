@@ -8,8 +8,8 @@ NOTE [ Values between units ]
     3. A position runs once if a later one than the next reads what it makes, or if the next one is given a view of it:
        what replays several calls knows outputs by identity, and would hold the view.
     4. The gradient of a storage lives from the last backward that computes it to the backward of its producer. Where
-       another backward gives it one, that is added in place, unless the first is a view of something larger: then
-       their sum is made beside both. Gradients that are views of one storage (of a sum, of a concatenation) are one
+       another backward gives it one, their sum is made beside both: autograd adds in place where it can, which a
+       dispatch mode (the memory tracker) or a view keeps it from. Gradients that are views of one storage (of a sum, of a concatenation) are one
        value with several readers. A position that hands a storage on (a view, a change in place) reads one gradient
        and makes another.
     5. What the caller holds, the loss and perhaps the model's output, stays. So do parameter gradients. Gradients of
@@ -37,7 +37,7 @@ __all__ = ["encode"]
 def encode(costs: StepCosts) -> Problem:
     """The planning problem of a measured step."""
     positions = positions_of(costs)
-    gradients = Gradients(positions, adds_in_place=costs.structure.adds_in_place)
+    gradients = Gradients(positions)
     activations = list(_activations(costs, positions))
     made_bytes, read_bytes = [0] * len(positions), [0] * len(positions)
     for value in activations:
@@ -88,7 +88,7 @@ def _options(
         return
     for option in costs.options[position.call]:
         cost = option.bytes
-        backward_bytes = cost.backward_peak_bytes - gradients.added_bytes - gradients.counted_bytes
+        backward_bytes = cost.backward_peak_bytes - gradients.counted_bytes
         if gradients.summed_bytes:
             # The sum is made when the unit's own backward has freed what it held.
             given_bytes = sum(position.given_gradients.values()) + sum(position.parameters.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from recoup.measuring.problem.positions import Position
 from recoup.planning.values import Lifetime, Phase, Use
@@ -22,8 +22,6 @@ class PassedGradients:
         viewed_bytes: of what it reads, what its measured scratch counts though it is a view of a larger value.
         ended_bytes: of what it reads, values that its measured scratch does not count.
         summed_bytes: sums of gradients that it makes.
-        added: sizes of gradients that its measured scratch counts to the end, and that are really added to a waiting
-            one at once.
     """
 
     passed_bytes: int = 0
@@ -31,17 +29,11 @@ class PassedGradients:
     viewed_bytes: int = 0
     ended_bytes: int = 0
     summed_bytes: int = 0
-    added: list[int] = field(default_factory=list)
 
     @property
     def counted_bytes(self) -> int:
         """What its measured scratch counts though simulation counts it as a value."""
         return self.waiting_bytes + self.viewed_bytes
-
-    @property
-    def added_bytes(self) -> int:
-        """What its measured scratch counts too much: of gradients that are added at once, all but the largest."""
-        return sum(self.added) - max(self.added, default=0)
 
 
 class Gradients:
@@ -51,8 +43,8 @@ class Gradients:
         values: their lifetimes.
     """
 
-    def __init__(self, positions: Sequence[Position], *, adds_in_place: bool) -> None:
-        self._positions, self._adds_in_place = positions, adds_in_place
+    def __init__(self, positions: Sequence[Position]) -> None:
+        self._positions = positions
         self.values: list[Lifetime] = []
         self._passed = [PassedGradients() for _ in positions]
         self._views: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -90,12 +82,10 @@ class Gradients:
                 self._end(maker, giver, 0 if self._is_copied(view, storage) else size, view)
                 maker, view = giver, None
                 size, _ = self._given(giver, storage, full_bytes)
-            elif view is not None or size != full_bytes or not self._adds_in_place:
+            else:
                 self._end(maker, giver, size, view, is_summed=True)
                 self._passed[giver].summed_bytes += full_bytes
                 maker, view, size = giver, None, full_bytes
-            else:
-                self._passed[giver].added.append(size)
         if view is None and maker == producer + 1:
             size = full_bytes
         self._end(maker, producer, 0 if self._is_copied(view, storage) else size, view)

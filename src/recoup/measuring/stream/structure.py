@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from recoup.devices.meter import CpuMeter, Meter
+from recoup.devices.meter import Meter
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import CheckpointError, LossError
 from recoup.measuring.stream.sections import Sections
@@ -130,7 +130,6 @@ class Structure:
     tail: Tail
     accumulates: bool
     has_stale: bool = False
-    adds_in_place: bool = True
 
 
 class _Numbers:
@@ -484,9 +483,7 @@ def _look(
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")
         calls = _noting_gradients(looker.calls, looker.tail)
-        # A dispatch mode, such as the tracker, keeps autograd from adding gradients in place.
-        adds_in_place = type(meter) is not CpuMeter
-        return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale, adds_in_place)
+        return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale)
 
 
 def _given_back(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from recoup.planning.actions import Action, Backward, Forward, Keep
 from recoup.planning.additive import AdditiveOption, AdditiveUnit
-from recoup.planning.problem import Option, Problem, Unit
+from recoup.planning.problem import Option, Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.solvers.baselines import (
