@@ -19,6 +19,7 @@ from recoup.cli import main
 from recoup.cli.factory import load_factory
 from recoup.engines import ModelPlan
 from recoup.measuring import Profile, find_hardware, measure
+from recoup.planning.additive import additive
 from recoup.sizes import format_bytes
 
 Captured = pytest.CaptureFixture[str]
@@ -76,7 +77,7 @@ def test_fit_uses_its_options(capsys: Captured) -> None:
     assert out.startswith("Sequential on cpu. Predicted to fit: ")
     profile = ModelPlan.from_json(Path("plan.json").read_text()).profile
     assert [unit.module for unit in profile.units if unit.module] == ["0", "1"]
-    assert profile.problem.units[0].output_bytes == 8 * 32 * 4
+    assert additive(profile.problem).units[0].output_bytes == 8 * 32 * 4
     assert profile.accumulates
     assert profile.residents.optimizer_bytes == 2 * profile.residents.parameter_bytes + 16 * 4
     assert run(f"{line} --quiet") == 0

@@ -28,7 +28,6 @@ from recoup.measuring.measure import Measured
 from recoup.model.recipe import Recipe
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall
-from recoup.planning import Problem
 
 TICKS = itertools.count(1)
 
@@ -340,8 +339,7 @@ class Surprised(Measured):
     def profile(self, holds_output: bool) -> Profile:
         profile = super().profile(holds_output)
         problem = profile.problem
-        low = Problem(problem.units, resident_bytes=problem.resident_bytes - self.bytes_more)
-        return replace(profile, problem=low)
+        return replace(profile, problem=problem.with_resident(problem.resident_bytes - self.bytes_more))
 
 
 def surprised(bytes_more: int) -> Callable[..., Measured]:

@@ -20,13 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import recoup
 from recoup.errors import LossError, SampleError
 from recoup.measuring import Profile, measure
+from recoup.planning import Phase, Use
+from recoup.planning.additive import additive
 
 
 def sizes(profile: Profile) -> list[Any]:
     """All bytes of a profile, except those of options: which ones are worth having depends on seconds."""
     units = [
-        (u.name, u.output_bytes, u.gradient_bytes, u.parameter_gradient_bytes, u.left_bytes, u.runs_once)
-        for u in profile.problem.units
+        (u.name, u.output_bytes, u.gradient_bytes, u.parameter_gradient_bytes, u.lasting_bytes, u.runs_once)
+        for u in additive(profile.problem).units
     ]
     return [*units, profile.problem.resident_bytes, profile.residents]
 
@@ -40,7 +42,7 @@ def options(profile: Profile) -> dict[tuple[str, str], tuple[int, bool, int, int
             option.forward_transient_bytes,
             option.backward_transient_bytes,
         )
-        for unit in profile.problem.units
+        for unit in additive(profile.problem).units
         for option in unit.options
     }
 
@@ -318,8 +320,9 @@ class TestCudaKernels:
             units = measure(
                 Weighs(), torch.ones(32, 64), loss=square, hardware=hardware, units=["inner", "last"]
             )
-            outputs = {unit.name: unit.output_bytes for unit in units.problem.units}
-            assert outputs["last"] == 32 * 512 * itemsize
+            made = Use(Phase.FORWARD, [unit.name for unit in units.units].index("last"))
+            [output] = [value for value in units.problem.values if value.made == made]
+            assert output.num_bytes == 32 * 512 * itemsize
 
     def test_rms_norm_is_one_kernel(self) -> None:
         model = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 8))

@@ -59,7 +59,8 @@ def test_a_chain() -> None:
     assert structure.tail.code.saved == {}
     # The sum, 4 bytes; in its backward, its gradient, which takes nothing to expand.
     assert structure.tail.code.transient_bytes == structure.tail.code.backward_bytes == 4
-    assert structure.tail.code.gives_gradients == dict.fromkeys(b.outputs, 4)
+    assert structure.tail.code.gives_gradients == b.outputs
+    assert structure.tail.code.gradient_storages == {structure.tail.code.views[k]: 4 for k in b.outputs}
     assert sizes(structure.tail.loss) == [4, 4]
     assert structure.tail.output == {}
     assert not structure.accumulates
@@ -100,8 +101,10 @@ def test_gradients_that_are_views_of_a_larger_one() -> None:
     model = Body(forward, a=nn.Linear(6, 10), b=nn.Linear(10, 7), c=nn.Linear(17, 3))
     a, b, c = seen(model, torch.randn(5, 6), ["a", "b", "c"]).calls
     (first,), (second,) = a.outputs, b.outputs
-    # Both are views of the gradient of what was joined: it lives as long as the first unit's, which waits longer.
-    assert c.code.gives_gradients == {first: A + B, second: 0}
+    # Both are views of the gradient of what was joined.
+    assert c.code.gives_gradients == {first: A, second: B}
+    assert c.code.views[first] == c.code.views[second]
+    assert c.code.gradient_storages == {c.code.views[first]: A + B}
 
 
 def test_gradients_of_earlier_code_belong_to_that_code() -> None:
