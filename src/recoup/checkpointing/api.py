@@ -154,8 +154,7 @@ def _run(
         return fn(*args, **kwargs)
     segment = Segment(options)
     output = segment.run(fn, args, kwargs, contexts=(None, None) if context_fn is None else context_fn())
-    returned = each_tensor((output, getattr(output, "__dict__", None)))
-    if segment.is_idle() and not any(tensor.requires_grad for tensor in returned):
+    if segment.is_idle() and not _needs_grad(output):
         raise NothingToCheckpointError(
             f"{describe_function(fn)} was given no tensor and its result needs no gradient: there is nothing to"
             " checkpoint. Pass its inputs as arguments, or call it directly."
@@ -186,3 +185,8 @@ def not_callable(fn: Any) -> TypeError:
     return TypeError(
         f"checkpoint takes a function and its arguments: checkpoint(fn, x). Got a {type(fn).__name__} as function."
     )
+
+
+def _needs_grad(output: Any) -> bool:
+    tensors = each_tensor((output, getattr(output, "__dict__", None)))
+    return any(tensor.requires_grad for tensor in tensors)

@@ -162,9 +162,9 @@ def run_with_hooks(
     def unpack(packed: int | Tensor) -> Tensor:
         return values[packed].detach() if isinstance(packed, int) else packed
 
+    grad_mode = _begin(pack if compare is None else pack_carefully, unpack)
     try:
-        with _Replaying(pack if compare is None else pack_carefully, unpack):
-            output = fn(*args, **kwargs)
+        output = fn(*args, **kwargs)
         is_changed = read_settings()[WRITABLE] != settings
     except _StopReplay:
         is_changed = False
@@ -174,6 +174,7 @@ def run_with_hooks(
             values.clear()
             raise
     finally:
+        _end(grad_mode)
         if is_changed:
             write_settings(settings)
     # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks: these must drop them.
@@ -197,10 +198,11 @@ def run_for_output(frame: Frame, args: Sequence[Any], kwargs: dict[str, Any]) ->
         raise mismatch.ran_backward(frame.fn)
 
     hooks = (pack, saved.__getitem__) if frame.runs_backward else (_drop, refuse)
+    grad_mode = _begin(*hooks)
     try:
-        with _Replaying(*hooks):
-            return frame.fn(*args, **kwargs)
+        return frame.fn(*args, **kwargs)
     finally:
+        _end(grad_mode)
         saved.clear()
 
 
@@ -208,21 +210,16 @@ def _drop(tensor: Tensor) -> None:
     return None
 
 
-class _Replaying:
-    """A block that runs a function again: in grad mode, and with these hooks on what autograd saves."""
+def _begin(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> bool:
+    """Begins a replay, with these hooks on what autograd saves; returns the grad mode around it."""
+    _depth.value += 1
+    grad_mode = torch.is_grad_enabled()
+    set_grad_enabled(True)
+    push_saved_tensor_hooks(pack, unpack)
+    return grad_mode
 
-    __slots__ = ("_grad_mode", "_hooks")
 
-    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        self._hooks = pack, unpack
-
-    def __enter__(self) -> None:
-        _depth.value += 1
-        self._grad_mode = torch.is_grad_enabled()
-        set_grad_enabled(True)
-        push_saved_tensor_hooks(*self._hooks)
-
-    def __exit__(self, *error: object) -> None:
-        pop_saved_tensor_hooks()
-        set_grad_enabled(self._grad_mode)
-        _depth.value -= 1
+def _end(grad_mode: bool) -> None:
+    pop_saved_tensor_hooks()
+    set_grad_enabled(grad_mode)
+    _depth.value -= 1
