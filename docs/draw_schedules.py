@@ -32,7 +32,7 @@ from recoup.planning.solvers.baselines import keep_all
 from recoup.planning.solvers.select import solve_select
 from recoup.planning.solvers.spill import solve_spill
 from recoup.report.chart import Curve
-from recoup.report.memory import moments_of, replays_in_backward
+from recoup.report.memory_picture import moments_of, replays_in_backward
 
 ROW, MEMORY, HEAD, FOOT = 18, 132, 30, 46
 DECODER = DOCS / "decoder.json"

@@ -29,7 +29,7 @@ from recoup.devices.meter import device_of, make_meter
 from recoup.errors import BudgetError, SampleError
 from recoup.fitting import plan_to_fit
 from recoup.measuring import Hardware, Profile, find_hardware, measure
-from recoup.model.made import Made, read_made
+from recoup.model.factory_result import Made, read_made
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units
 from recoup.planning import Option, Unit

@@ -20,12 +20,14 @@ from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleErr
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.calls import watch_calls
 from recoup.model.optimizers import Optimizers
+from recoup.model.replace_forward import install, installed
 from recoup.model.slices import find_module
-from recoup.model.stand_in import install, installed
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, parts_of, split_units
-from recoup.plans.model_plan import refusal, smallest_budget, tightest
+from recoup.plans.model_plan import tightest
 from recoup.plans.profile import Profile
+from recoup.plans.refusal import refusal
+from recoup.plans.usable_bytes import smallest_budget
 from recoup.progress import note
 from recoup.report.table import to_text
 

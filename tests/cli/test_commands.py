@@ -19,7 +19,7 @@ from recoup.cli import main
 from recoup.cli.factory import load_factory
 from recoup.engines import ModelPlan
 from recoup.measuring import Profile, find_hardware, measure
-from recoup.planning.additive import additive
+from recoup.planning.additive_numbers import additive
 from recoup.sizes import format_bytes
 
 Captured = pytest.CaptureFixture[str]

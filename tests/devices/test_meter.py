@@ -13,7 +13,7 @@ from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, make_meter
 from recoup.measuring.unit.one_unit import measure_bytes, time_call
 from recoup.model.recipe import KEEP, RECOMPUTE, InnerForward, Recipe
-from recoup.model.stand_in import intercepted
+from recoup.model.replace_forward import intercepted
 from recoup.model.streaming import UnitCall
 
 pytestmark = [

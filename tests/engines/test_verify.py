@@ -19,7 +19,7 @@ from recoup import fitting
 from recoup.checkpointing.fingerprints import differing, fingerprint, on_host
 from recoup.devices.meter import CpuMeter, Timing
 from recoup.engines import Leaf, ModelPlan, apply, comparing, is_applied, remove
-from recoup.engines.comparing import compare_units
+from recoup.engines.compare_units import compare_units
 from recoup.engines.drift import drift_between, too_far
 from recoup.engines.verify import _ENOUGH_S, Verification
 from recoup.errors import BudgetError, OverBudgetError, VerificationError

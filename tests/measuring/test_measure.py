@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from recoup.measuring import MemoryTracker, Profile, measure
 from recoup.model.recipe import KEEP, RECOMPUTE
 from recoup.planning import minimum_budget
-from recoup.planning.additive import additive
+from recoup.planning.additive_numbers import additive
 
 
 def mean(output: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from recoup.measuring import measure
 from recoup.planning import Phase, Problem, Use
-from recoup.planning.additive import additive
+from recoup.planning.additive_numbers import additive
 
 ROWS = 32
 

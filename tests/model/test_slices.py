@@ -17,6 +17,7 @@ from recoup.auditing import audit
 from recoup.errors import UnitError
 from recoup.measuring import measure
 from recoup.model.calls import kind_of_module, watch_calls
+from recoup.model.replace_forward import install, intercepted
 from recoup.model.slices import (
     Slice,
     SlicedForward,
@@ -26,7 +27,6 @@ from recoup.model.slices import (
     split_name,
     unit_names,
 )
-from recoup.model.stand_in import install, intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.units import children_of, choose_units, find_units, parts_of
 

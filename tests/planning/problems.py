@@ -9,8 +9,8 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from recoup.planning import Option, Problem, Unit
-from recoup.planning.additive import AdditiveOption, AdditiveUnit
-from recoup.planning.values import Lifetime, Phase, Use
+from recoup.planning.additive_numbers import AdditiveOption, AdditiveUnit
+from recoup.planning.lifetimes import Lifetime, Phase, Use
 
 
 def random_problem(

@@ -10,7 +10,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from recoup.planning import Action, Backward, Forward, Keep, Link, Option, Problem, Schedule, Unit, simulate
-from recoup.planning.additive import AdditiveOption
+from recoup.planning.additive_numbers import AdditiveOption
 from recoup.planning.program import Program
 from recoup.planning.solvers.select.levels import Levels
 

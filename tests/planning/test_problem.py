@@ -6,7 +6,7 @@ import pytest
 
 from recoup.errors import ProblemError
 from recoup.planning import Link, Option, Problem, Unit
-from recoup.planning.values import Lifetime, Phase, Use
+from recoup.planning.lifetimes import Lifetime, Phase, Use
 
 KEEP = Option("keep", forward_s=1.0, backward_s=2.0, held_bytes=7, forward_transient_bytes=2)
 LIGHT = Option("recompute", forward_s=1.5, backward_s=2.0, extra_s=1.5, forward_transient_bytes=3)

@@ -24,7 +24,7 @@ from recoup.planning import (
     simulate,
     trace,
 )
-from recoup.planning.additive import AdditiveOption, AdditiveUnit
+from recoup.planning.additive_numbers import AdditiveOption, AdditiveUnit
 
 HELD, OUTPUT = Value.HELD, Value.OUTPUT
 

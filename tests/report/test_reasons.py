@@ -8,7 +8,7 @@ from recoup.planning.solvers.baselines import REPLAY, one_option_each
 from recoup.plans.model_plan import ModelPlan, plan
 from recoup.report.by_hand import recipes_by_hand
 from recoup.report.decisions import Decisions
-from recoup.report.memory import MemoryPicture, moments_of
+from recoup.report.memory_picture import MemoryPicture, moments_of
 from recoup.report.rows import rows_of
 from recoup.report.tradeoff import make_tradeoff
 

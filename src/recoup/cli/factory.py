@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from recoup.errors import CommandError
-from recoup.model.made import Made, read_made
+from recoup.model.factory_result import Made, read_made
 
 __all__ = ["Factory", "load_factory"]
 

@@ -22,8 +22,8 @@ from torch import nn
 
 from recoup.errors import PolicyError, RecoupWarning
 from recoup.model.calls import ModuleCall, module_names, watch_calls
+from recoup.model.replace_forward import own_forward
 from recoup.model.slices import unit_names
-from recoup.model.stand_in import own_forward
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, choose_units, find_units
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of

@@ -18,8 +18,8 @@ from recoup.model.caches import CachelessForward, cached_models
 from recoup.model.checks import check_model
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, InnerForward, Recipe
+from recoup.model.replace_forward import StandIn, install, installed, uninstall
 from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
-from recoup.model.stand_in import StandIn, install, installed, uninstall
 from recoup.model.units import Units
 from recoup.planning import Backward
 from recoup.plans.model_plan import ModelPlan

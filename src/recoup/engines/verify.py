@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from recoup.checkpointing.fingerprints import Fingerprint, differing, fingerprint, on_host
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, device_of, make_meter
-from recoup.engines.comparing import Compared, compare_units
+from recoup.engines.compare_units import Compared, compare_units
 from recoup.engines.drift import Drift, deterministically, drift_between, list_drifts, too_far
 from recoup.engines.recording import Points, Recording, record
 from recoup.errors import OverBudgetError, ReplayMismatchError, VerificationError
 from recoup.model.caches import CachelessForward, without_caches
-from recoup.model.stand_in import installed, suspended
+from recoup.model.replace_forward import installed, suspended
 from recoup.model.step import TrainingStep
 from recoup.plans.model_plan import ModelPlan
 from recoup.progress import note

@@ -27,8 +27,8 @@ from recoup.measuring.unit.recipes import Effort, useful_recipes
 from recoup.model.conditions import recording
 from recoup.model.optimizers import Optimizers
 from recoup.model.recipe import KEEP, InnerForward, Recipe
+from recoup.model.replace_forward import intercepted
 from recoup.model.slices import unit_names
-from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall
 from recoup.model.units import Units

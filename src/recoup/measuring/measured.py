@@ -10,7 +10,7 @@ from torch import nn
 
 from recoup.devices.meter import Meter
 from recoup.measuring.problem.costs import StepCosts
-from recoup.measuring.problem.encode import encode
+from recoup.measuring.problem.lifetimes import encode
 from recoup.measuring.problem.positions import positions_of
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.model.stand_in import StandIn, intercepted
+from recoup.model.replace_forward import StandIn, intercepted
 
 __all__ = ["CachelessForward", "cached_models", "without_caches"]
 

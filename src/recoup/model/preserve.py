@@ -18,7 +18,7 @@ from recoup.snapshot.accessors import setting, tensor_data
 from recoup.snapshot.places import Snapshot
 from recoup.snapshot.random_state import held_random_state
 from recoup.snapshot.reachable import Reached
-from recoup.snapshot.tensors import HeldValues, held_gradient
+from recoup.snapshot.tensor_values import HeldValues, held_gradient
 from recoup.snapshot.writes import Writes
 from recoup.tensors import tensors_in
 from recoup.torch_private import set_grad_enabled

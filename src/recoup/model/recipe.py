@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recoup.checkpointing import Checkpoint
-from recoup.model.stand_in import StandIn
+from recoup.model.replace_forward import StandIn
 from recoup.model.tracing import is_recomputed_by_others
 
 __all__ = [

@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from recoup.model.calls import module_names
-from recoup.model.stand_in import StandIn, intercepted, own_forward
+from recoup.model.replace_forward import StandIn, intercepted, own_forward
 
 __all__ = [
     "Slice",

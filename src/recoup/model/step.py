@@ -16,8 +16,8 @@ from recoup.model.checks import check_model, check_not_compiled
 from recoup.model.history import has_graph_to_free
 from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.model.preserve import gradient_owners, preserving
+from recoup.model.replace_forward import suspended
 from recoup.model.samples import Sample, describe_sample, read_sample
-from recoup.model.stand_in import suspended
 from recoup.snapshot.reachable import Reached, hooks_of
 from recoup.snapshot.writes import Writes
 from recoup.tensors import tensors_in

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from recoup.errors import UnitError
 from recoup.model.cut_graph import anchored
+from recoup.model.replace_forward import intercepted
 from recoup.model.slices import sliced, unit_names
-from recoup.model.stand_in import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.tracing import is_in_torch_checkpoint
 from recoup.tensors import graph_nodes, needing_gradient

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from recoup.planning.problem import Link
-from recoup.planning.simulation import Moment
+from recoup.planning.simulation_result import Moment
 
 __all__ = ["Ledger"]
 

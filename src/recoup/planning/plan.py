@@ -8,12 +8,12 @@ from functools import cached_property
 
 from recoup.errors import BudgetError, ProblemError
 from recoup.planning.actions import Backward
-from recoup.planning.additive import additive, rounded_bytes
+from recoup.planning.additive_numbers import additive, rounded_bytes
 from recoup.planning.checks import check_seconds
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
-from recoup.planning.simulation import Simulation
+from recoup.planning.simulation_result import Simulation
 from recoup.planning.solvers import SOLVERS
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Candidate, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
@@ -23,8 +23,8 @@ __all__ = ["Plan", "Session", "frontier", "minimum_budget", "plan"]
 
 # Seconds are sums of measured floats in different orders; closer than this they are the same.
 _SAME_SECONDS = 1e-9
-_NUM_PROBES = 6
-"""How many larger budgets are tried where a solver's numbers are rounded up."""
+_NUM_BUDGETS = 16
+"""For how many budgets a solver is asked where its numbers are rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,10 @@ class Session:
     """A problem with the solvers' shared work, across budgets.
 
     NOTE [ Rounded numbers ]
-        Solvers calculate with additive numbers (``recoup.planning.additive``), which exceed the bytes of some plans
-        where values have other lifetimes than a solver knows. Their answers at larger budgets may therefore fit, too: a
-        few are simulated, and the fastest that fits is taken. Without such values the first answer is the only one.
+        Solvers calculate with additive numbers (``recoup.planning.additive_numbers``), which exceed the bytes of some
+        plans where values have other lifetimes than a solver knows. What they answer for larger budgets may therefore
+        fit, too: their answers for a few budgets, the same ones whatever is asked for so that more bytes never cost
+        more seconds, are simulated, and the fastest that fits is taken. Without such values there is one answer.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class Session:
             )
         self._prepared: dict[tuple[str, bool], Prepared] = {}
         self._simulated: dict[Schedule, Simulation] = {}
+        self._known: dict[str, tuple[Candidate, ...]] = {}
 
     def prepared(self, solver: Solver, *, is_bound: bool = False) -> Prepared:
         """A solver's work on the problem, done once."""
@@ -217,16 +219,21 @@ class Session:
         smallest = self.prepared(solver).smallest_bytes
         if smallest is None or not self._rounded_bytes:
             return [] if smallest is None else [smallest]
-        return [
-            self._simulate(candidate.schedule).peak_bytes for candidate in self._candidates(solver, smallest)
-        ]
+        return [self._simulate(candidate.schedule).peak_bytes for candidate in self._answers(solver)]
 
-    def _candidates(self, solver: Solver, budget_bytes: int) -> list[Candidate]:
-        """A solver's answers for a budget and for larger ones: see NOTE [ Rounded numbers ]."""
-        spare = [self._rounded_bytes >> shift for shift in range(_NUM_PROBES)] if self._rounded_bytes else []
-        budgets = sorted({budget_bytes, *(budget_bytes + more for more in spare)})
-        found = [self.prepared(solver).best(budget) for budget in budgets]
-        return list({one.schedule: one for one in found if one is not None}.values())
+    def _answers(self, solver: Solver) -> tuple[Candidate, ...]:
+        """A solver's answers for a few budgets: see NOTE [ Rounded numbers ]."""
+        if solver.name not in self._known:
+            prepared = self.prepared(solver)
+            low = prepared.smallest_bytes if self._rounded_bytes else None
+            budgets: set[int] = set()
+            if low is not None:
+                span = max([*prepared.suggested_budgets(), low]) - low
+                budgets = {low + span * index // (_NUM_BUDGETS - 1) for index in range(_NUM_BUDGETS)}
+                budgets |= {low + (self._rounded_bytes >> shift) for shift in range(4)}
+            found = (prepared.best(budget) for budget in sorted(budgets))
+            self._known[solver.name] = tuple(dict.fromkeys(one for one in found if one is not None))
+        return self._known[solver.name]
 
     def suggested_budgets(self) -> list[int]:
         """The smallest one, and those at which the first solver that has an opinion may change its answer.
@@ -286,14 +293,11 @@ class Session:
         return best
 
     def _try(self, solver: Solver, budget_bytes: int, bound: Bound) -> Plan | None:
-        smallest = self.prepared(solver).smallest_bytes
-        if smallest is None:
-            return None
-        # Below its smallest budget a solver answers nothing, though what it answers above may fit.
-        tight = self._candidates(solver, smallest) if self._rounded_bytes else []
+        best = self.prepared(solver).best(budget_bytes)
+        candidates = [*([best] if best else []), *self._answers(solver)]
         fitting = [
             (predicted.seconds, index, candidate, predicted)
-            for index, candidate in enumerate([*self._candidates(solver, budget_bytes), *tight])
+            for index, candidate in enumerate(candidates)
             if (predicted := self._simulate(candidate.schedule)).peak_bytes <= budget_bytes
         ]
         if not fitting:

@@ -12,7 +12,7 @@ NOTE [ The memory model ]
        loss itself needs memory, make it the last unit.
     5. Parameter gradients appear when a unit's backward has run, and stay. What they need while it runs
        belongs to the backward's scratch.
-    6. Everything else that outlives a phase is a value with a lifetime: see ``recoup.planning.values``.
+    6. Everything else that outlives a phase is a value with a lifetime: see ``recoup.planning.lifetimes``.
     7. A unit that ``runs_once`` is code that only the model itself can run, or has an output that code
        outside the units reads too. What its one forward leaves (output, held bytes) cannot be made again.
 
@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 
 from recoup.errors import ProblemError
 from recoup.planning.checks import check_bytes, check_total
+from recoup.planning.lifetimes import Lifetime, Phase, Use
 from recoup.planning.units import Link, Option, Scratch, Unit
-from recoup.planning.values import Lifetime, Phase, Use
 
 __all__ = ["Link", "Option", "Problem", "Scratch", "Unit", "with_options"]
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from recoup.errors import ScheduleError
 from recoup.planning.actions import Action, Backward, Drop, Fetch, Forward, Keep, Send, Value, Wait
 from recoup.planning.ledger import Ledger
+from recoup.planning.lifetimes import Instances
 from recoup.planning.problem import Option, Problem
 from recoup.planning.schedule import Schedule
-from recoup.planning.simulation import Simulation
-from recoup.planning.values import Instances
+from recoup.planning.simulation_result import Simulation
 
 __all__ = ["simulate"]
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
 from recoup import planning
 from recoup.budgets import read_share
-from recoup.errors import BudgetError
 from recoup.model.recipe import KEEP, Recipe
 from recoup.planning.plan import Session
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
-from recoup.plans.profile import Profile, ProfiledUnit
+from recoup.plans.profile import Profile
+from recoup.plans.refusal import refusal
 from recoup.plans.tree import Item, Leaf, Segment, tree_of
+from recoup.plans.usable_bytes import smallest_budget, usable_bytes
 from recoup.sizes import format_bytes
 
 __all__ = [
@@ -24,14 +25,13 @@ __all__ = [
     "frontier",
     "minimum_budget",
     "plan",
-    "refusal",
-    "smallest_budget",
     "span_name",
     "tightest",
 ]
 
-# What an eager model can run: options per unit, and (nested) segments. No moves to other stores.
-_SOLVERS = (ChainSolver(), SelectSolver())
+_MANY_UNITS = 120
+"""Up to so many, `select` was faster than `chain` nowhere by more than 0.3 %; with more, whose bytes `chain` rounds more
+coarsely, it was by up to 2.3 %."""
 _NOTED_SHARE = 0.01
 """An output that takes less of the peak than this is not worth a sentence."""
 
@@ -178,16 +178,22 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
         raise refusal(tightest(profile), budget_bytes)
-    usable_bytes = _usable_bytes(budget_bytes, profile)
-    session = Session(profile.problem, solvers=_SOLVERS)
+    most_bytes = usable_bytes(budget_bytes, profile)
+    session = _session(profile.problem)
     least = None
     # Measured seconds may lead below the smallest budget, which is known without them.
-    if usable_bytes < max(session.smallest_bytes, floor):
+    if most_bytes < max(session.smallest_bytes, floor):
         least = tightest(profile)
-        if least.predicted_bytes > usable_bytes:
+        if least.predicted_bytes > most_bytes:
             raise refusal(least, budget_bytes)
-    chosen = least or ModelPlan(profile, session.plan(usable_bytes), budget_bytes)
+    chosen = least or ModelPlan(profile, session.plan(most_bytes), budget_bytes)
     return replace(chosen, budget_bytes=budget_bytes)
+
+
+def _session(problem: planning.Problem) -> Session:
+    """With the solvers whose plans an eager model can run: options per unit, and (nested) segments."""
+    solvers = (ChainSolver(), SelectSolver()) if problem.num_units > _MANY_UNITS else (ChainSolver(),)
+    return Session(problem, solvers=solvers)
 
 
 def minimum_budget(profile: Profile) -> int:
@@ -198,29 +204,10 @@ def minimum_budget(profile: Profile) -> int:
     return smallest_budget(tightest(profile))
 
 
-def _usable_bytes(budget_bytes: int, profile: Profile) -> int:
-    """What plans may take of a budget: on a GPU a thousandth less, since real steps were up to 0.09 % above prediction.
-
-    Its allocator does not split every block, so that a tensor may take up to 1 MiB more than it needs. The optimizer's
-    own step needs no room.
-    """
-    room_bytes = budget_bytes // 1000 if profile.device.startswith("cuda") else 0
-    return max(profile.residents.optimizer_peak_bytes, budget_bytes - room_bytes)
-
-
-def smallest_budget(plan: ModelPlan, measured_bytes: int = 0) -> int:
-    """The smallest budget that leaves room above a plan's peak: as measured, or as predicted where no step was run."""
-    peak_bytes = measured_bytes or plan.predicted_bytes
-    budget_bytes = max(peak_bytes, plan.profile.residents.optimizer_peak_bytes)
-    while (missing_bytes := peak_bytes - _usable_bytes(budget_bytes, plan.profile)) > 0:
-        budget_bytes += missing_bytes
-    return budget_bytes
-
-
 def tightest(profile: Profile) -> ModelPlan:
     """The plan that needs the least memory, as predicted; the same one whatever the seconds of the day."""
     steady = replace(profile, problem=_with_steady_seconds(profile))
-    session = Session(steady.problem, solvers=_SOLVERS)
+    session = _session(steady.problem)
     best = session.plan(session.smallest_bytes)
     bound = relaxed_bound(profile.problem, best.budget_bytes)
     predicted = planning.simulate(profile.problem, best.schedule)
@@ -242,99 +229,6 @@ def _with_steady_seconds(profile: Profile) -> planning.Problem:
     return replace(profile.problem, units=tuple(units))
 
 
-def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> BudgetError:
-    """Why nothing fits a budget, what would, and what to change.
-
-    Args:
-        least: the plan that needs the least memory.
-        budget_bytes: that was asked for.
-        measured_bytes: the peak of a real step under that plan; 0 if none was run.
-    """
-    profile = least.profile
-    smallest = smallest_budget(least, measured_bytes)
-    known = "verified on a real step" if measured_bytes else "predicted"
-    named = f"smallest feasible budget is {format_bytes(smallest)} ({smallest} bytes, {known})"
-    floor = profile.residents.optimizer_peak_bytes
-    if floor > budget_bytes:
-        return BudgetError(
-            f"The optimizer's own step needs {format_bytes(floor)} ({floor} bytes: {_residents(profile)}), and the"
-            f" budget is {format_bytes(budget_bytes)}. No plan for activations changes that; the {named}. Use a lighter"
-            " optimizer, fewer bits for parameters, or shard them; or a smaller batch, where the sample is what takes"
-            " the room.",
-            budget_bytes=budget_bytes,
-            smallest_bytes=smallest,
-        )
-    peak = least.schedule.predicted.peak
-    unit = profile.units[peak.unit]
-    parts = _floor(least, measured_bytes)
-    given = "" if profile.holds_output else " with the model's output let go before the backward"
-    return BudgetError(
-        f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The {named}{given}, set by"
-        f" the {peak.phase} of {unit.name!r}:"
-        f" {', '.join(f'{format_bytes(size)} {name}' for name, size in parts.items() if size)}."
-        f" {' '.join(_advice(profile, unit, parts))}",
-        budget_bytes=budget_bytes,
-        smallest_bytes=smallest,
-        unit=unit.name,
-    )
-
-
-def _residents(profile: Profile) -> str:
-    """What lives in an optimizer's step."""
-    residents = profile.residents
-    parts = {
-        "parameters and buffers": residents.parameter_bytes,
-        "gradients": residents.gradient_bytes,
-        "optimizer state": residents.optimizer_bytes,
-        "sample and other tensors": residents.other_bytes,
-        "temporaries of the step": residents.optimizer_transient_bytes,
-    }
-    return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
-
-
-def _floor(least: ModelPlan, measured_bytes: int) -> dict[str, int]:
-    """What a plan's peak consists of: bytes by name, those of parameters, gradients and optimizer state first."""
-    profile, predicted = least.profile, least.schedule.predicted
-    residents = profile.residents
-    run = least.schedule.schedule.actions[: predicted.peak.action]
-    gradient_bytes = residents.gradient_bytes if profile.accumulates else 0
-    gradient_bytes += sum(
-        profile.problem.units[action.unit].parameter_gradient_bytes
-        for action in run
-        if isinstance(action, planning.Backward)
-    )
-    output_bytes = profile.output_bytes if profile.holds_output else 0
-    parts = {
-        "parameters and buffers": residents.parameter_bytes,
-        "gradients": gradient_bytes,
-        "optimizer state": residents.optimizer_bytes,
-        "sample and other tensors": residents.other_bytes,
-        f"the model's output ({profile.output_names})": output_bytes,
-    }
-    peak_bytes = measured_bytes or predicted.peak_bytes
-    parts["activations and workspace there"] = max(0, peak_bytes - sum(parts.values()))
-    return parts
-
-
-def _advice(profile: Profile, unit: ProfiledUnit, parts: Mapping[str, int]) -> list[str]:
-    """What would lower the smallest budget, as far as it is known."""
-    fixed_bytes = sum(list(parts.values())[:3])
-    advice = ["Raise the budget, or use a smaller batch."]
-    if profile.holds_output and profile.output_bytes:
-        advice.append(
-            f"Letting the model's output go before the backward, as loss = model(**batch).loss does, frees up to"
-            f" {format_bytes(profile.output_bytes)}: then pass holds_output=False."
-        )
-    if fixed_bytes > sum(parts.values()) // 2:
-        advice.append(
-            "Most of it is parameters, gradients and optimizer state, which no plan makes smaller: use a lighter"
-            " optimizer, train fewer parameters, or shard them."
-        )
-    elif unit.num_parts:
-        advice.append(f"units= can name what {unit.name!r} calls, to split it.")
-    return advice
-
-
 def frontier(
     profile: Profile, *, num_points: int = 20, budgets: Iterable[int | str] | None = None
 ) -> tuple[ModelPlan, ...]:
@@ -346,16 +240,16 @@ def frontier(
         budgets: where to look, instead of spread over the useful range.
     """
     given = None if budgets is None else [read_share(budget, profile.device_bytes) for budget in budgets]
-    session = Session(profile.problem, solvers=_SOLVERS)
+    session = _session(profile.problem)
     found = [
         ModelPlan(profile, point, point.budget_bytes)
         for point in session.frontier(num_points=num_points, budgets=given)
     ]
     least = tightest(profile)
     smallest = smallest_budget(least)
-    usable_bytes = _usable_bytes(smallest, profile)
-    is_feasible = usable_bytes >= session.smallest_bytes
-    first = ModelPlan(profile, session.plan(usable_bytes), smallest) if is_feasible else least
+    most_bytes = usable_bytes(smallest, profile)
+    is_feasible = most_bytes >= session.smallest_bytes
+    first = ModelPlan(profile, session.plan(most_bytes), smallest) if is_feasible else least
     points = (
         [replace(first, budget_bytes=smallest)] if given is None or max(given, default=0) >= smallest else []
     )

@@ -8,11 +8,11 @@ from functools import cached_property
 
 from recoup.errors import ScheduleError
 from recoup.planning import Action, Backward, Forward, Keep, Schedule, simulate
-from recoup.planning.additive import additive
+from recoup.planning.additive_numbers import additive
 from recoup.planning.solvers.baselines import REPLAY
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
-from recoup.report.memory import durations
+from recoup.report.memory_picture import durations
 
 __all__ = ["Decision", "Decisions", "Way"]
 

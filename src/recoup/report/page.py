@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recoup.report.memory import MemoryPicture, colours_of
+from recoup.report.memory_picture import MemoryPicture, colours_of
 from recoup.report.numbers import format_seconds, format_share
 from recoup.report.rows import rows_of
 from recoup.report.subject import Subject

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.report.by_hand import recipes_by_hand
-from recoup.report.memory import MemoryPicture
+from recoup.report.memory_picture import MemoryPicture
 from recoup.report.numbers import byte_ticks
 from recoup.report.subject import Subject
 from recoup.report.tradeoff import plans_beside

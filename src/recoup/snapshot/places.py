@@ -39,7 +39,7 @@ class Accessor(NamedTuple):
 def look(place: Any) -> Any:
     """What a place holds: of a container a copy."""
     if isinstance(place, dict):
-        return dict(place) if place else {}
+        return dict(_kind_of(place).items(place)) if place else {}
     if isinstance(place, CellType):
         return content_of(place)
     if isinstance(place, GlobalName):
@@ -57,7 +57,12 @@ def holds(place: Any, wanted: Any) -> bool:
         return place.holds(wanted)
     if len(place) != len(wanted) or any(map(is_not, place, wanted)):
         return False
-    return not isinstance(place, dict) or not any(map(is_not, place.values(), wanted.values()))
+    return not isinstance(place, dict) or not any(map(is_not, _kind_of(place).values(place), wanted.values()))
+
+
+def _kind_of(place: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The built-in class whose methods a dictionary is read and changed by: a subclass may compute what it returns."""
+    return OrderedDict if isinstance(place, OrderedDict) else dict
 
 
 def put(place: Any, wanted: Any) -> None:
@@ -97,7 +102,7 @@ def _bind(place: CellType | GlobalName, wanted: Any) -> None:
 
 
 def _put_items(place: dict[Any, Any], wanted: dict[Any, Any]) -> None:
-    kind = OrderedDict if isinstance(place, OrderedDict) else dict
+    kind = _kind_of(place)
     if len(place) != len(wanted) or any(map(is_not, place, wanted)):
         kind.clear(place)
     for key, value in wanted.items():

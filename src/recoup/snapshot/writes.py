@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.snapshot.tensors import HeldStorage
+from recoup.snapshot.tensor_values import HeldStorage
 from recoup.tensors import each_tensor, storages
 from recoup.torch_private import TorchDispatchMode
 

@@ -21,7 +21,7 @@ import recoup
 from recoup.errors import LossError, SampleError
 from recoup.measuring import Profile, measure
 from recoup.planning import Phase, Use
-from recoup.planning.additive import additive
+from recoup.planning.additive_numbers import additive
 
 
 def sizes(profile: Profile) -> list[Any]:

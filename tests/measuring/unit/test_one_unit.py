@@ -18,7 +18,7 @@ from recoup.measuring.unit.one_unit import (
     time_call,
 )
 from recoup.model.recipe import KEEP, RECOMPUTE, InnerForward, Recipe
-from recoup.model.stand_in import intercepted
+from recoup.model.replace_forward import intercepted
 from recoup.model.streaming import UnitCall
 
 X = 4 * 6 * 4

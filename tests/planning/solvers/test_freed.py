@@ -10,7 +10,7 @@ from planning.problems import equal_problem, random_problem
 from planning.selections import least_seconds, one_option_schedules
 
 from recoup.planning import Backward, Forward, Keep, Problem, Schedule, minimum_budget, plan, simulate
-from recoup.planning.additive import AdditiveOption
+from recoup.planning.additive_numbers import AdditiveOption
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.chain.long import PreparedLongChain
 from recoup.planning.solvers.select import SelectSolver

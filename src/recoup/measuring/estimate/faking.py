@@ -22,7 +22,7 @@ from recoup.measuring.estimate.workspaces import workspace_bytes
 from recoup.model.caches import without_caches
 from recoup.model.calls import module_names
 from recoup.model.preserve import preserving
-from recoup.model.stand_in import suspended
+from recoup.model.replace_forward import suspended
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units
 from recoup.tensors import map_tensors

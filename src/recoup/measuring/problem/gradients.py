@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recoup.measuring.problem.positions import Position
-from recoup.planning.values import Lifetime, Phase, Use
+from recoup.planning.lifetimes import Lifetime, Phase, Use
 
 __all__ = ["Gradients", "PassedGradients"]
 

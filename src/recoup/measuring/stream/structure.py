@@ -17,7 +17,7 @@ from recoup.devices.tracker import MemoryTracker
 from recoup.errors import CheckpointError, LossError
 from recoup.measuring.stream.sections import Sections
 from recoup.model.calls import kind_of_module
-from recoup.model.stand_in import intercepted
+from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
 from recoup.tensors import named_outputs, needing_gradient, take_apart, tensors_in
@@ -223,6 +223,9 @@ class _Looker(Visitor):
         beyond_bytes = self.meter.peak_bytes() - self._live_bytes
         transient_bytes = max(beyond_bytes, self.tracker.recent_peak_bytes - self._recent_bytes)
         self._held = []
+        # What a backward inside the code has freed is not there any more.
+        living = self.numbers.storages(self.tracker.living())
+        self._saved = {number: size for number, size in self._saved.items() if number in living}
         section = self.sections.next(needing_gradient(handed_on))
         self._calls_of[self.sections.number] = len(self.calls)
         self._note(section.heads)
@@ -354,6 +357,11 @@ class _Looker(Visitor):
         # So have other models, whose backwards came before.
         at_loss |= self.numbers.of([p.grad for one in self.step.reached.modules for p in one.parameters()])
         parts = named_outputs(output) if self.step.step is None else self._held_outputs()
+        if self.step.step is not None and self.frees:
+            # What outlives the backward of the code that saved it is a variable of the step's.
+            outputs = self.numbers.of([tensor for _, tensor in parts])
+            living = self.numbers.storages(self.tracker.living())
+            at_loss |= {number: size for number, size in living.items() if number not in outputs}
         held: Storages = {}
         names: dict[int, str] = {}
         for name, tensor in parts:

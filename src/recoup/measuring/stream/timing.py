@@ -11,7 +11,7 @@ from torch.autograd import grad as run_grad
 from recoup.devices.meter import Meter
 from recoup.measuring.problem.costs import CodeSeconds
 from recoup.model.calls import module_names
-from recoup.model.stand_in import intercepted
+from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall, Visitor, stream
 from recoup.tensors import needing_gradient

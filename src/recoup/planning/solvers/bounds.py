@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from recoup.planning.additive import additive
+from recoup.planning.additive_numbers import additive
 from recoup.planning.problem import Option, Problem, Unit
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound
 

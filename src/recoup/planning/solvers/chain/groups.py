@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from recoup.planning.actions import Action, Backward, Forward, Keep
-from recoup.planning.additive import AdditiveOption, AdditiveUnit
+from recoup.planning.additive_numbers import AdditiveOption, AdditiveUnit
 from recoup.planning.problem import Option, Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate

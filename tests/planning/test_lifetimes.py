@@ -17,7 +17,7 @@ from recoup.planning import (
     Use,
     simulate,
 )
-from recoup.planning.values import SWEPT
+from recoup.planning.lifetimes import SWEPT
 
 KEEP = Option("keep", forward_s=1, backward_s=2, held_bytes=100, forward_transient_bytes=1)
 LIGHT = Option("light", forward_s=1, backward_s=3, forward_transient_bytes=2, backward_transient_bytes=5)

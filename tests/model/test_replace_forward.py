@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.model.recipe import InnerForward, MarkedCall, Recipe, run_recipe
-from recoup.model.stand_in import StandIn, install, installed, intercepted, suspended, uninstall
+from recoup.model.replace_forward import StandIn, install, installed, intercepted, suspended, uninstall
 
 
 class Doubled(StandIn):

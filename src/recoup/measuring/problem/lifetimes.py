@@ -28,8 +28,8 @@ from recoup.measuring.problem.gradients import Gradients, PassedGradients
 from recoup.measuring.problem.positions import Position, positions_of
 from recoup.model.recipe import RECOMPUTE, Recipe
 from recoup.planning import Option, Problem, Unit
+from recoup.planning.lifetimes import SWEPT, Lifetime, Phase, Use, merged
 from recoup.planning.problem import Scratch
-from recoup.planning.values import SWEPT, Lifetime, Phase, Use, merged
 
 __all__ = ["encode"]
 

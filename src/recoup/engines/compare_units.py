@@ -13,7 +13,7 @@ from recoup.errors import VerificationError
 from recoup.model.cut_graph import gradients_from, seeded
 from recoup.model.preserve import preserving
 from recoup.model.recipe import KEEP, InnerForward, Recipe, run_recipe
-from recoup.model.stand_in import intercepted
+from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall, Visitor, stream
 from recoup.model.undo import undone

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +82,18 @@ def test_attributes_of_all_modules() -> None:
     assert model[1].history is history
     assert (history, model[0].count, model.training) == ([], 0, True)
     assert [list(vars(module)) for module in model.modules()] == keys
+
+
+def test_a_dictionary_that_makes_what_it_is_asked_for_is_read_as_it_is() -> None:
+    class Makes(OrderedDict[str, type]):
+        def __getitem__(self, key: str) -> Any:
+            raise TypeError("a class that needs arguments")
+
+    table = Makes(relu=nn.ReLU)
+    snapshot = Snapshot()
+    snapshot.add(table, "table")
+    assert snapshot.changed() == []
+    dict.__setitem__(table, "relu", nn.GELU)
+    assert snapshot.changed() == ["table"]
+    snapshot.put_back()
+    assert list(table.values()) == [nn.ReLU]

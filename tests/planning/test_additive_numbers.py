@@ -7,7 +7,7 @@ from planning.problems import equal_problem, value_problems
 from planning.selections import one_option_schedules
 
 from recoup.planning import Problem, minimum_budget, plan, simulate
-from recoup.planning.additive import additive, rounded_bytes
+from recoup.planning.additive_numbers import additive, rounded_bytes
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from recoup.planning.lifetimes import SWEPT, Lifetime, Phase, Use
 from recoup.planning.problem import Option, Problem, Scratch, Unit
-from recoup.planning.values import SWEPT, Lifetime, Phase, Use
 
 __all__ = ["AdditiveOption", "AdditiveUnit", "additive", "rounded_bytes"]
 
