@@ -20,7 +20,8 @@ from recoup.errors import ScheduleError
 from recoup.model.recipe import KEEP, RECOMPUTE
 from recoup.planning import Backward, Drop, Forward, Keep, Problem, Schedule
 from recoup.planning.actions import Value
-from recoup.plans.model_plan import _SOLVERS
+from recoup.planning.solvers.chain import ChainSolver
+from recoup.planning.solvers.select import SelectSolver
 from recoup.plans.tree import Item
 
 
@@ -190,10 +191,12 @@ def test_plans_run_as_predicted(problem: Problem, position: int) -> None:
     # These layers keep something under the first option, and replay under every other one.
     assume(all(unit.options[0].needs_forward for unit in problem.units))
     assume(all(option.extra_s > 0 for unit in problem.units for option in unit.options[1:]))
-    low = planning.minimum_budget(problem, solvers=_SOLVERS)
-    high = max(low, planning.plan(problem, 10**9, solvers=_SOLVERS).predicted.peak_bytes)
+    low = planning.minimum_budget(problem, solvers=(ChainSolver(), SelectSolver()))
+    high = max(
+        low, planning.plan(problem, 10**9, solvers=(ChainSolver(), SelectSolver())).predicted.peak_bytes
+    )
     budgets = budgets_between(low, high)
-    found = planning.plan(problem, budgets[position % len(budgets)], solvers=_SOLVERS)
+    found = planning.plan(problem, budgets[position % len(budgets)], solvers=(ChainSolver(), SelectSolver()))
     items = tree_of(found.schedule, problem.num_units)
     assert list(units_of(items)) == list(range(problem.num_units))
     torch.manual_seed(1)

@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 _MANY_UNITS = 120
-"""Up to so many, `select` was faster than `chain` nowhere by more than 0.3 %; with more, whose bytes `chain` rounds more
-coarsely, it was by up to 2.3 %."""
+"""Up to so many, `select` was faster than `chain` nowhere by more than 0.3 %; above, where `chain` rounds bytes more
+coarsely, by up to 2.3 %."""
 _NOTED_SHARE = 0.01
 """An output that takes less of the peak than this is not worth a sentence."""
 
