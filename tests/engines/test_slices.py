@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.engines import Leaf, ModelPlan, apply, is_applied, remove
-from recoup.engines.compare_units import compare_units
+from recoup.engines.compare_by_unit import compare_units
 from recoup.errors import ApplyError, BudgetError, RecoupWarning
 from recoup.measuring import Recipe
 from recoup.model.recipe import KEEP, RECOMPUTE, InnerForward

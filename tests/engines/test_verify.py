@@ -18,8 +18,8 @@ import recoup
 from recoup import fitting
 from recoup.checkpointing.fingerprints import differing, fingerprint, on_host
 from recoup.devices.meter import CpuMeter, Timing
-from recoup.engines import Leaf, ModelPlan, apply, comparing, is_applied, remove
-from recoup.engines.compare_units import compare_units
+from recoup.engines import Leaf, ModelPlan, apply, compare_by_unit, is_applied, remove
+from recoup.engines.compare_by_unit import compare_units
 from recoup.engines.drift import drift_between, too_far
 from recoup.engines.verify import _ENOUGH_S, Verification
 from recoup.errors import BudgetError, OverBudgetError, VerificationError
@@ -270,7 +270,7 @@ def test_units_that_were_skipped_are_not_called_equal(monkeypatch: pytest.Monkey
     without_room(monkeypatch)
     model, x = Around(Starved()), torch.randn(64, 16)
     plan = apply_forced(model, x)
-    real = comparing._results
+    real = compare_by_unit._results
 
     def results(call: UnitCall, recipe: Recipe) -> Any:
         is_starving[0] = isinstance(call.module, Starved)
@@ -279,10 +279,12 @@ def test_units_that_were_skipped_are_not_called_equal(monkeypatch: pytest.Monkey
         finally:
             is_starving[0] = False
 
-    monkeypatch.setattr(comparing, "_results", results)
+    monkeypatch.setattr(compare_by_unit, "_results", results)
     seen = recoup.verify(model, plan, x)
     assert seen.gradients == "bit-equal, unit by unit; not compared for lack of memory: unit"
-    monkeypatch.setattr(comparing, "_results", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    monkeypatch.setattr(
+        compare_by_unit, "_results", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError())
+    )
     assert recoup.verify(model, plan, x).gradients == "not compared, for lack of memory"
 
 

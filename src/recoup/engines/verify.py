@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recoup.checkpointing.fingerprints import Fingerprint, differing, fingerprint, on_host
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, device_of, make_meter
-from recoup.engines.compare_units import Compared, compare_units
+from recoup.engines.compare_by_unit import Compared, compare_units
 from recoup.engines.drift import Drift, deterministically, drift_between, list_drifts, too_far
 from recoup.engines.recording import Points, Recording, record
 from recoup.errors import OverBudgetError, ReplayMismatchError, VerificationError

@@ -10,9 +10,9 @@ NOTE [ Values as additive numbers ]
        backward does not read it frees it (``freed``).
     2. A value that only *p*'s own backward reads counts as held by the options of *p* that read it.
     3. Any other value of *p*'s forward counts as held by *p*, which then runs once. If it is freed with the backward of
-       *e*, that is a change in bytes after the backward of *e*, which *p*'s backward takes back (``left``). What stays
-       though its maker may run again counts as resident.
-    4. A value that only later forwards read is scratch of those.
+       *e*, that is a change in bytes after the backward of *e*, which *p*'s backward takes back (``left``). If *p* may
+       run again, it counts as resident.
+    4. A value that later forwards read is scratch of those between its maker and the last of them.
     5. A gradient that goes to the unit before is the gradient of that unit's output. Any other one is a change in bytes
        after the backwards that make and read it.
     6. Where a measured backward needs less than the gradients of output and input together, its scratch is below 0.
@@ -184,28 +184,37 @@ class _Numbers:
 
     def _add_activation(self, value: Lifetime, made: Use) -> None:
         """NOTE [ Values as additive numbers ], 1 to 4."""
-        maker, size = made.unit, value.num_bytes
+        maker, size, readers = made.unit, value.num_bytes, _backward_readers(value)
+        runs_once = self.source.units[maker].runs_once
         if not value.in_scratch:
             self.forward_made[maker] += size
-        readers = _backward_readers(value)
-        forwards = {use.unit for use in value.read if use.phase is not Phase.BACKWARD}
+        forwards = {use.unit for use in value.read if use.phase is Phase.FORWARD}
         is_near = max([*readers, *forwards, maker]) <= maker + 1 and made.phase is Phase.FORWARD
-        if value.stays and not self.source.units[maker].runs_once:
+        if value.stays and not runs_once:
             # A replay makes another instance.
-            self._round(value)
-            self.resident += 0 if self.is_bound else size
-        elif value.stays:
-            is_near = False
-        if is_near and any(use.phase is Phase.FORWARD for use in value.read):
+            self._make_resident(value)
+        last = max((use.unit for use in value.read if use.phase is not Phase.BACKWARD), default=maker)
+        passed = range(maker + 1, last + 1)
+        if is_near and forwards and not (value.stays and runs_once):
             self._add_output(value, maker)
-        elif is_near and set(readers) == {maker}:
+            passed = passed[1:]
+        elif is_near and set(readers) == {maker} and not value.stays:
             for position in self._positions(readers[maker], maker):
                 self.held[maker][position] += size
-            self._pass(value, maker, forwards)
-        elif readers or (value.stays and self.source.units[maker].runs_once):
+        elif runs_once and (readers or value.stays):
             self._add_held(value, maker, min(readers, default=maker))
-        else:
-            self._pass(value, maker, forwards)
+            passed = passed[:0]
+        elif readers:
+            self._make_resident(value, until=min(readers))
+            passed = passed[:0]
+        self._pass(value, passed)
+
+    def _make_resident(self, value: Lifetime, until: int | None = None) -> None:
+        self._round(value)
+        if not self.is_bound:
+            self.resident += value.num_bytes
+            if until is not None:
+                self.left[until] -= value.num_bytes
 
     def _positions(self, uses: list[Use], unit: int) -> list[int]:
         """The options of a unit under which it uses a value."""
@@ -238,8 +247,11 @@ class _Numbers:
             self.left[maker] += value.num_bytes
             self.left[end] -= 0 if value.stays else value.num_bytes
 
-    def _pass(self, value: Lifetime, maker: int, forwards: set[int]) -> None:
-        for unit in range(maker + 1, max(forwards, default=maker) + 1):
+    def _pass(self, value: Lifetime, units: range) -> None:
+        """Counts it as scratch of the forwards of some units; there it may be held anyway."""
+        if units:
+            self._round(value)
+        for unit in units:
             self.passing[unit] += 0 if self.is_bound else value.num_bytes
 
 

@@ -23,7 +23,9 @@ __all__ = ["Plan", "Session", "frontier", "minimum_budget", "plan"]
 
 # Seconds are sums of measured floats in different orders; closer than this they are the same.
 _SAME_SECONDS = 1e-9
-_NUM_BUDGETS = 16
+_LITTLE = 0.002
+"""Rounding by less than this share of the useful budgets is not worth looking for faster plans."""
+_NUM_BUDGETS = 12
 """For how many budgets a solver is asked where its numbers are rounded up."""
 
 
@@ -186,24 +188,21 @@ class Session:
         self.problem = problem
         self.time_limit_s = time_limit_s
         self._numbers = additive(problem)
-        self._bound_numbers = additive(problem, is_bound=True)
         self._rounded_bytes = rounded_bytes(problem)
         self.solvers = [solver for solver in solvers if solver.applies(self._numbers)]
         if not self.solvers:
             raise ProblemError(
                 f"None of the solvers ({', '.join(s.name for s in solvers)}) applies to this problem."
             )
-        self._prepared: dict[tuple[str, bool], Prepared] = {}
+        self._prepared: dict[str, Prepared] = {}
         self._simulated: dict[Schedule, Simulation] = {}
         self._known: dict[str, tuple[Candidate, ...]] = {}
 
-    def prepared(self, solver: Solver, *, is_bound: bool = False) -> Prepared:
+    def prepared(self, solver: Solver) -> Prepared:
         """A solver's work on the problem, done once."""
-        key = (solver.name, is_bound and self._rounded_bytes > 0)
-        if key not in self._prepared:
-            numbers = self._bound_numbers if key[1] else self._numbers
-            self._prepared[key] = solver.prepare(numbers, time_limit_s=self.time_limit_s)
-        return self._prepared[key]
+        if solver.name not in self._prepared:
+            self._prepared[solver.name] = solver.prepare(self._numbers, time_limit_s=self.time_limit_s)
+        return self._prepared[solver.name]
 
     def _simulate(self, schedule: Schedule) -> Simulation:
         if schedule not in self._simulated:
@@ -229,8 +228,10 @@ class Session:
             budgets: set[int] = set()
             if low is not None:
                 span = max([*prepared.suggested_budgets(), low]) - low
-                budgets = {low + span * index // (_NUM_BUDGETS - 1) for index in range(_NUM_BUDGETS)}
-                budgets |= {low + (self._rounded_bytes >> shift) for shift in range(4)}
+                budgets = {low}
+                if self._rounded_bytes > span * _LITTLE:
+                    budgets |= {low + span * index // (_NUM_BUDGETS - 1) for index in range(_NUM_BUDGETS)}
+                    budgets |= {low + (self._rounded_bytes >> shift) for shift in range(4)}
             found = (prepared.best(budget) for budget in sorted(budgets))
             self._known[solver.name] = tuple(dict.fromkeys(one for one in found if one is not None))
         return self._known[solver.name]
@@ -304,7 +305,8 @@ class Session:
             return None
         _, _, candidate, predicted = min(fitting, key=lambda entry: entry[:2])
         if self._rounded_bytes:
-            proven = self.prepared(solver, is_bound=True).best(budget_bytes)
+            # What fits the budget fits so much more in the solver's numbers.
+            proven = self.prepared(solver).best(budget_bytes + self._rounded_bytes)
             candidate = replace(candidate, bound=proven.bound if proven else None)
         is_proven = bound.seconds >= predicted.seconds * (1 - _SAME_SECONDS)
         if candidate.bound is not None and not is_proven:
