@@ -23,10 +23,10 @@ __all__ = ["Plan", "Session", "frontier", "minimum_budget", "plan"]
 
 # Seconds are sums of measured floats in different orders; closer than this they are the same.
 _SAME_SECONDS = 1e-9
-_LITTLE = 0.002
+_LITTLE = 0.01
 """Rounding by less than this share of the useful budgets is not worth looking for faster plans."""
-_NUM_BUDGETS = 12
-"""For how many budgets a solver is asked where its numbers are rounded up."""
+_MOST_BUDGETS, _MOST_ANSWERED_UNITS = 24, 500
+"""For how many budgets a solver is asked where its numbers are rounded, and how many units those answers may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,10 @@ class Session:
 
     NOTE [ Rounded numbers ]
         Solvers calculate with additive numbers (``recoup.planning.additive_numbers``), which exceed the bytes of some
-        plans where values have other lifetimes than a solver knows. What they answer for larger budgets may therefore
-        fit, too: their answers for a few budgets, the same ones whatever is asked for so that more bytes never cost
-        more seconds, are simulated, and the fastest that fits is taken. Without such values there is one answer.
+        plans where values have other lifetimes than a solver knows. What they answer for larger budgets, or in numbers
+        that are rounded down, may therefore fit, too: such answers for a few budgets, the same ones whatever is asked
+        for so that more bytes never cost more seconds, are simulated, and the fastest that fits is taken. Without such
+        values there is one answer.
     """
 
     def __init__(
@@ -194,15 +195,17 @@ class Session:
             raise ProblemError(
                 f"None of the solvers ({', '.join(s.name for s in solvers)}) applies to this problem."
             )
-        self._prepared: dict[str, Prepared] = {}
+        self._prepared: dict[tuple[str, bool], Prepared] = {}
         self._simulated: dict[Schedule, Simulation] = {}
         self._known: dict[str, tuple[Candidate, ...]] = {}
 
-    def prepared(self, solver: Solver) -> Prepared:
-        """A solver's work on the problem, done once."""
-        if solver.name not in self._prepared:
-            self._prepared[solver.name] = solver.prepare(self._numbers, time_limit_s=self.time_limit_s)
-        return self._prepared[solver.name]
+    def prepared(self, solver: Solver, *, is_low: bool = False) -> Prepared:
+        """A solver's work on the problem, done once; in numbers that are rounded up or down."""
+        key = (solver.name, is_low)
+        if key not in self._prepared:
+            numbers = additive(self.problem, is_bound=True) if is_low else self._numbers
+            self._prepared[key] = solver.prepare(numbers, time_limit_s=self.time_limit_s)
+        return self._prepared[key]
 
     def _simulate(self, schedule: Schedule) -> Simulation:
         if schedule not in self._simulated:
@@ -223,18 +226,24 @@ class Session:
     def _answers(self, solver: Solver) -> tuple[Candidate, ...]:
         """A solver's answers for a few budgets: see NOTE [ Rounded numbers ]."""
         if solver.name not in self._known:
-            prepared = self.prepared(solver)
-            low = prepared.smallest_bytes if self._rounded_bytes else None
-            budgets: set[int] = set()
-            if low is not None:
-                span = max([*prepared.suggested_budgets(), low]) - low
-                budgets = {low}
-                if self._rounded_bytes > span * _LITTLE:
-                    budgets |= {low + span * index // (_NUM_BUDGETS - 1) for index in range(_NUM_BUDGETS)}
-                    budgets |= {low + (self._rounded_bytes >> shift) for shift in range(4)}
-            found = (prepared.best(budget) for budget in sorted(budgets))
-            self._known[solver.name] = tuple(dict.fromkeys(one for one in found if one is not None))
+            found = [] if not self._rounded_bytes else self._spread_answers(self.prepared(solver))
+            if len(found) > 1:
+                found += self._spread_answers(self.prepared(solver, is_low=True))
+            self._known[solver.name] = tuple(dict.fromkeys(found))
         return self._known[solver.name]
+
+    def _spread_answers(self, prepared: Prepared) -> list[Candidate]:
+        low = prepared.smallest_bytes
+        if low is None:
+            return []
+        span = max([*prepared.suggested_budgets(), low]) - low
+        budgets = {low}
+        if self._rounded_bytes > span * _LITTLE:
+            num_budgets = max(2, min(_MOST_BUDGETS, _MOST_ANSWERED_UNITS // self.problem.num_units))
+            budgets |= {low + span * index // (num_budgets - 1) for index in range(num_budgets)}
+            budgets |= {low + (self._rounded_bytes >> shift) for shift in range(4)}
+        found = (prepared.best(budget) for budget in sorted(budgets))
+        return [candidate for candidate in found if candidate is not None]
 
     def suggested_budgets(self) -> list[int]:
         """The smallest one, and those at which the first solver that has an opinion may change its answer.
