@@ -13,7 +13,8 @@ NOTE [ Instances ]
     2. A phase reads the instance that was made last before it. An instance without readers lives only while its
        maker runs.
     3. What stays until the end of the step is the first instance.
-    4. A backward without a forward of its own replays from what the unit's forwards read.
+    4. A backward without a forward of its own replays from what the unit's forwards read. If the unit was swept over in
+       a row, a replay of that row makes what stays a second time, beside the backward's scratch.
     5. An instance that two forwards of one unit read is held for the unit's replay, and until its backward has run.
 """
 
@@ -27,7 +28,7 @@ from enum import Enum
 from itertools import pairwise
 
 from recoup.errors import ProblemError
-from recoup.planning.actions import Backward, Forward
+from recoup.planning.actions import Backward, Forward, Keep
 from recoup.planning.checks import check_bytes, check_name
 from recoup.planning.schedule import Schedule
 
@@ -148,14 +149,22 @@ class _Runs:
         self.forwards: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.backwards: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.backward_actions: set[int] = set()
+        self.swept_in_a_row: set[int] = set()
         for index, action in enumerate(schedule):
             match action:
                 case Forward():
                     option = SWEPT if action.option is None else action.option
                     self.forwards[action.unit].append((index, option))
+                    is_swept = action.keep is Keep.NOTHING and action.unit > 0
+                    (self.swept_in_a_row.add if is_swept else self.swept_in_a_row.discard)(action.unit)
                 case Backward():
                     self.backward_actions.add(index)
                     self.backwards[action.unit].append((index, action.option))
+
+    def rerun_in(self, use: Use) -> list[int]:
+        """The backwards before which a replay makes what a forward makes, though no action says so."""
+        is_swept = use.phase is Phase.FORWARD and not use.options and use.unit in self.swept_in_a_row
+        return [index for index, _ in self.backwards[use.unit]] if is_swept else []
 
     def reading(self, use: Use) -> list[int]:
         """The actions that read what a use reads."""
@@ -204,7 +213,8 @@ class Instances:
     def _add(self, value: Lifetime) -> None:
         made = [-1] if value.made is None else self._runs.of(value.made)
         if value.made is not None and not value.in_scratch:
-            for index in made:
+            rerun = self._runs.rerun_in(value.made) if value.stays else []
+            for index in (*made, *rerun):
                 self.made_bytes[index] += value.num_bytes
         reads = sorted({index for use in value.read for index in self._runs.reading(use)})
         replayed = [
