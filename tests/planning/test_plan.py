@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from planning.solvers.test_baselines import skips
 from recoup.errors import BudgetError, ProblemError, SizeError
 from recoup.planning import Problem, Unit, frontier, minimum_budget, plan, simulate
 from recoup.planning.solvers import SOLVERS
+from recoup.planning.solvers.base import Candidate, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import solve_select
@@ -51,6 +53,38 @@ def test_below_the_minimum() -> None:
     assert caught.value.budget_bytes == smallest - 1
     tight = plan(blocks(), smallest).predicted.peak
     assert caught.value.unit == f"block{tight.unit}"
+
+
+@dataclass
+class Faulty(Solver, Prepared):
+    """Claims a smallest budget of 5,500 bytes, and answers for it with too many bytes, or not at all."""
+
+    candidate: Candidate | None
+    name = "faulty"
+    smallest_bytes = 5500
+
+    def applies(self, problem: Problem) -> bool:
+        return True
+
+    def prepare(self, problem: Problem, *, time_limit_s: float) -> Prepared:
+        return self
+
+    def best(self, budget_bytes: int) -> Candidate | None:
+        return self.candidate if budget_bytes >= self.smallest_bytes else None
+
+
+@pytest.mark.parametrize("budget_bytes", [5499, 5500, 6000])
+def test_a_faulty_solver_is_named(budget_bytes: int) -> None:
+    passing = plan(blocks(), 7000)
+    peak_bytes = passing.predicted.peak_bytes
+    assert peak_bytes > 6000
+    seen = max(budget_bytes, 5500)
+    with pytest.raises(AssertionError, match=f"faulty passed the budget: {peak_bytes} > {seen} bytes"):
+        plan(blocks(), budget_bytes, solvers=[Faulty(Candidate(passing.schedule))])
+    with pytest.raises(
+        AssertionError, match=f"faulty: no answer for {seen} bytes, though .* is said to be 5500"
+    ):
+        plan(blocks(), budget_bytes, solvers=[Faulty(None)])
 
 
 def test_bad_arguments() -> None:

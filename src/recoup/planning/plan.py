@@ -311,6 +311,9 @@ class Session:
             if (predicted := self._simulate(candidate.schedule)).peak_bytes <= budget_bytes
         ]
         if not fitting:
+            if best is not None and not self._rounded_bytes:
+                peak_bytes = self._simulate(best.schedule).peak_bytes
+                raise AssertionError(f"{solver.name} passed the budget: {peak_bytes} > {budget_bytes} bytes")
             return None
         _, _, candidate, predicted = min(fitting, key=lambda entry: entry[:2])
         if self._rounded_bytes:
@@ -334,6 +337,12 @@ class Session:
 
     def _budget_error(self, budget_bytes: int) -> BudgetError:
         smallest = self.smallest_bytes
+        if budget_bytes >= smallest:
+            names = ", ".join(solver.name for solver in self.solvers)
+            raise AssertionError(
+                f"{names}: no answer for {budget_bytes} bytes, though the smallest budget is said to be {smallest}"
+                " bytes"
+            )
         tight = self.plan(smallest)
         unit = self.problem.units[tight.predicted.peak.unit].name
         return BudgetError(
