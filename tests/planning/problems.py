@@ -183,7 +183,7 @@ def tiny_problems(draw: st.DrawFn, *, skips: bool = False, frees: bool = False) 
 
 
 @st.composite
-def value_problems(draw: st.DrawFn, *, max_units: int = 5) -> Problem:
+def value_problems(draw: st.DrawFn, *, max_units: int = 5, stays_share: float = 0.1) -> Problem:
     """Steps as they are measured: outputs and gradients are values, read by some options, and skips among them."""
     rng = random.Random(draw(st.integers(0, 10**6)))
     num_units = rng.randint(2, max_units)
@@ -197,7 +197,7 @@ def value_problems(draw: st.DrawFn, *, max_units: int = 5) -> Problem:
             held += [Use(Phase.FORWARD, reader), Use(Phase.BACKWARD, reader, options)]
         made = Use(Phase.FORWARD, index)
         values.append(
-            Lifetime(f"y{index}", rng.randint(1, 9), made=made, read=held, stays=rng.random() < 0.1)
+            Lifetime(f"y{index}", rng.randint(1, 9), made=made, read=held, stays=rng.random() < stays_share)
         )
         made, read = Use(Phase.BACKWARD, readers[-1]), (Use(Phase.BACKWARD, index),)
         values.append(Lifetime(f"g{index}", rng.randint(1, 5), made=made, read=read, in_scratch=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from recoup.planning import (
@@ -17,7 +19,7 @@ from recoup.planning import (
     Use,
     simulate,
 )
-from recoup.planning.lifetimes import SWEPT
+from recoup.planning.lifetimes import SWEPT, merged
 
 KEEP = Option("keep", forward_s=1, backward_s=2, held_bytes=100, forward_transient_bytes=1)
 LIGHT = Option("light", forward_s=1, backward_s=3, forward_transient_bytes=2, backward_transient_bytes=5)
@@ -104,6 +106,29 @@ def test_made_again_in_a_replay() -> None:
     assert levels(steps(inside), *actions) == [7, 7, 7, 0, 0, 0, 0, 0, 7, 7, 7, 7, 7, 0, 0, 0]
     held = Lifetime("x", 7, made=forward(0), read=[forward(1), backward(1)], stays=True)
     assert levels(steps(held), *actions) == [7, 7, 7, 7, 7, 7, 7, 7, 14, 14, 14, 14, 14, 7, 7, 7]
+
+
+def test_what_stays_is_made_again_beside_the_scratch_of_a_backward_that_replays_a_row() -> None:
+    """A backward without a forward of its own, of a unit that was swept over: a second instance while it runs."""
+    held = Lifetime("x", 7, made=forward(1), stays=True)
+    in_a_row = (Forward(0, keep=Keep.INPUT), Forward(1), keep(2), b(2), keep(0), b(1, 1), b(0))
+    assert levels(steps(held), *in_a_row) == [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 14, 7, 7, 7]
+    # From its own input, under an option that was kept, or by a forward of its own, the backward makes nothing again.
+    alone = (keep(0), Forward(1, keep=Keep.INPUT), keep(2), b(2), b(1, 1), b(0))
+    assert levels(steps(held), *alone) == [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]
+    kept = (keep(0), keep(1, 1), keep(2), b(2), b(1, 1), b(0))
+    assert levels(steps(held), *kept) == [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]
+    replayed = (Forward(0, keep=Keep.INPUT), Forward(1), keep(2), b(2), keep(0), keep(1), b(1), b(0))
+    assert levels(steps(held), *replayed) == [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 14, 7, 7, 7, 7, 7]
+    # What does not stay is read by the replay, and what the scratch counts is not counted again.
+    for value in (replace(held, stays=False), replace(held, in_scratch=True)):
+        assert levels(steps(value), *in_a_row)[10:] == [7 * value.stays] * 4
+
+
+def test_values_that_live_alike_become_one() -> None:
+    one, other = Lifetime("x", 7, made=forward(0)), Lifetime("x", 5, made=forward(0), stays=True)
+    assert merged([one, other, replace(one, num_bytes=2)]) == (replace(one, num_bytes=9), other)
+    assert merged([replace(one, num_bytes=0)]) == ()
 
 
 def test_an_argument_from_outside_is_held_for_the_replay_and_until_its_backward() -> None:

@@ -15,7 +15,9 @@ NOTE [ Values as additive numbers ]
     4. A value that later forwards read is scratch of those between its maker and the last of them.
     5. A gradient that goes to the unit before is the gradient of that unit's output. Any other one is a change in bytes
        after the backwards that make and read it.
-    6. Where a measured backward needs less than the gradients of output and input together, its scratch is below 0.
+    6. A value that stays and that a replay of a row makes a second time (NOTE [ Instances ], 4) is scratch of the
+       backward of every option that needs no forward of its own.
+    7. Where a measured backward needs less than the gradients of output and input together, its scratch is below 0.
 """
 
 from __future__ import annotations
@@ -102,13 +104,15 @@ class _Numbers:
         self.last = num_units - 1
         self.resident = 0
         self.output, self.gradient, self.left, self.passing = ([0] * num_units for _ in range(4))
-        self.forward_made, self.backward_made = [0] * num_units, [0] * num_units
+        self.forward_made, self.backward_made, self.made_again = ([0] * num_units for _ in range(3))
         self.held = [[0] * len(unit.options) for unit in units]
         self.freed = [[0] * len(unit.options) for unit in units]
         self.holds = [[False] * len(unit.options) for unit in units]
         self.rounded_bytes = 0
         for value in problem.other_values:
             self._add(value)
+        # One backward runs at a time.
+        self.rounded_bytes += max(self.made_again)
 
     def problem(self) -> Problem:
         """The additive problem."""
@@ -132,19 +136,22 @@ class _Numbers:
 
     def _option(self, index: int, position: int) -> AdditiveOption:
         option = self.source.units[index].options[position]
+        held_bytes = option.held_bytes + self.held[index][position]
+        holds_output = option.holds_output or self.holds[index][position]
+        again_bytes = 0 if held_bytes or holds_output else self.made_again[index]
         made_bytes = self.forward_made[index] - self.output[index] - self.held[index][position]
         # The solvers count the gradients of output and input beside the scratch; here it includes them.
         counted = self.gradient[index] + (self.gradient[index - 1] if index else 0)
         scratch = Scratch(
             max(0, option.scratch.forward + made_bytes) + self.passing[index],
             option.scratch.replay,
-            option.scratch.backward + self.backward_made[index] - counted,
+            option.scratch.backward + self.backward_made[index] + again_bytes - counted,
         )
         return AdditiveOption.of(
             option,
             freed=self.freed[index][position],
-            held_bytes=option.held_bytes + self.held[index][position],
-            holds_output=option.holds_output or self.holds[index][position],
+            held_bytes=held_bytes,
+            holds_output=holds_output,
             scratch=scratch,
         )
 
@@ -193,6 +200,7 @@ class _Numbers:
         if value.stays and not runs_once:
             # A replay makes another instance.
             self._make_resident(value)
+            self._make_again(value, made)
         last = max((use.unit for use in value.read if use.phase is not Phase.BACKWARD), default=maker)
         passed = range(maker + 1, last + 1)
         if is_near and forwards and not (value.stays and runs_once):
@@ -215,6 +223,11 @@ class _Numbers:
             self.resident += value.num_bytes
             if until is not None:
                 self.left[until] -= value.num_bytes
+
+    def _make_again(self, value: Lifetime, made: Use) -> None:
+        is_swept_in_a_row = made.phase is Phase.FORWARD and not made.options and made.unit > 0
+        if is_swept_in_a_row and not value.in_scratch and not self.is_bound:
+            self.made_again[made.unit] += value.num_bytes
 
     def _positions(self, uses: list[Use], unit: int) -> list[int]:
         """The options of a unit under which it uses a value."""

@@ -132,14 +132,10 @@ class Lifetime:
 
 def merged(values: Iterable[Lifetime]) -> tuple[Lifetime, ...]:
     """The same with one value in the place of several that live alike and have one name."""
-    found: dict[tuple[object, ...], int] = defaultdict(int)
+    found: dict[Lifetime, int] = defaultdict(int)
     for value in values:
-        found[value.name, value.made, value.read, value.stays, value.in_scratch] += value.num_bytes
-    return tuple(
-        Lifetime(name, num_bytes, made=made, read=read, stays=stays, in_scratch=in_scratch)  # type: ignore[arg-type]
-        for (name, made, read, stays, in_scratch), num_bytes in found.items()
-        if num_bytes
-    )
+        found[replace(value, num_bytes=0)] += value.num_bytes
+    return tuple(replace(value, num_bytes=num_bytes) for value, num_bytes in found.items() if num_bytes)
 
 
 class _Runs:
