@@ -116,6 +116,24 @@ def test_damaged_profiles_are_refused(path: str, value: Any, match: str) -> None
         Profile.from_json(damaged(path, value))
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("units/0/left_bytes", 8, "left_bytes"),
+        ("units/1/left_bytes", -8, "left_bytes"),
+        ("units/0/options/1/freed_input_bytes", 8, "freed_input_bytes"),
+        ("units/0/options/1/backward_transient_bytes", -8, "backward_transient_bytes below 0"),
+    ],
+)
+def test_profiles_of_an_earlier_version_are_to_be_measured_again(path: str, value: int, named: str) -> None:
+    match = (
+        f"The profile was written by an earlier version of recoup: it has {named}, which this version cannot read."
+        " Measure the step again with this version."
+    )
+    with pytest.raises(EncodingError, match=match):
+        Profile.from_json(damaged(f"profile/problem/{path}", value))
+
+
 @pytest.mark.parametrize("text", ["", "{", "profile", '{"format": NaN}', "[" * 100_000])
 def test_what_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(EncodingError, match="This is not JSON"):

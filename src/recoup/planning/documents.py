@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields
 from enum import Enum
 from functools import cache
@@ -22,6 +22,9 @@ from recoup.errors import EncodingError, RecoupError
 __all__ = ["decode", "encode", "expect_keys", "expect_list", "read_document", "write_document"]
 
 _T = TypeVar("_T")
+
+_EARLIER_FIELDS = ("freed_input_bytes", "left_bytes")
+"""Of options and units until version 0.2; values with lifetimes say the same."""
 
 
 class _DamageError(ValueError):
@@ -44,7 +47,8 @@ def read_document(
     """Reads what `write_document` wrote, with the decoder for its kind.
 
     Raises:
-        EncodingError: the text is not JSON, of another format or version, incomplete, or its content is damaged.
+        EncodingError: the text is not JSON, of another format or version, incomplete, or its content is damaged or was
+            written by an earlier version.
     """
     try:
         document = json.loads(text, parse_constant=_refuse_constant)
@@ -60,6 +64,11 @@ def read_document(
     except EncodingError:
         raise
     except (RecoupError, TypeError, ValueError, AttributeError, LookupError) as error:
+        if earlier := sorted(set(_earlier_fields(document))):
+            raise EncodingError(
+                f"The {kind} was written by an earlier version of recoup: it has {', '.join(earlier)}, which this"
+                " version cannot read. Measure the step again with this version."
+            ) from error
         where = f" at {error.path.lstrip('.')}" if isinstance(error, _DamageError) and error.path else ""
         raise EncodingError(f"The {kind} is damaged{where}: {error}") from error
 
@@ -76,6 +85,20 @@ def _expect_header(document: Any, format_name: str, version: int) -> None:
             f"This is version {document.get('version')!r} of the format; this recoup reads version"
             f" {version}. Write it again with the same version of recoup."
         )
+
+
+def _earlier_fields(content: Any) -> Iterator[str]:
+    """What only earlier versions wrote: fields that are gone, and scratch below 0."""
+    match content:
+        case list():
+            for item in content:
+                yield from _earlier_fields(item)
+        case dict():
+            yield from (name for name in _EARLIER_FIELDS if name in content)
+            scratch = content.get("backward_transient_bytes")
+            if isinstance(scratch, int) and scratch < 0:
+                yield "backward_transient_bytes below 0"
+            yield from _earlier_fields(list(content.values()))
 
 
 def _refuse_constant(name: str) -> float:
