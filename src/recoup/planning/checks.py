@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
-from typing import Any
 
 from recoup.errors import PlanningError, ProblemError
 
-__all__ = ["bytes_of", "check_bytes", "check_name", "check_seconds", "check_total", "check_whole"]
+__all__ = ["check_bytes", "check_name", "check_seconds", "check_total"]
 
 # All bytes together stay exact as floating-point numbers, which the integer programs work with.
 _MOST_BYTES = 2**53
@@ -21,23 +19,6 @@ def check_bytes(owner: str, *, error: type[PlanningError] = ProblemError, **size
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise error(f"{owner}: {name} must be a whole number of bytes, at least 0; got {size!r}.")
-
-
-def check_whole(owner: str, **sizes: int) -> None:
-    """Refuses sizes that are no whole numbers of bytes; they may be below 0."""
-    for name, size in sizes.items():
-        if type(size) is not int:
-            raise ProblemError(f"{owner}: {name} must be a whole number of bytes; got {size!r}.")
-
-
-def bytes_of(*values: Any) -> int:
-    """All sizes of some dataclasses together, without their signs."""
-    return sum(
-        abs(getattr(value, item.name))
-        for value in values
-        for item in fields(value)
-        if item.name.endswith("_bytes")
-    )
 
 
 def check_total(owner: str, total_bytes: int, *, error: type[PlanningError] = ProblemError) -> None:
