@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import Parameter, signature
 from operator import is_not
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup.errors import CheckpointError
 from recoup.torch_private import is_traceable_wrapper_subclass, num_storage_owners
@@ -27,6 +28,7 @@ __all__ = [
     "needing_gradient",
     "num_owners",
     "plain_tensors",
+    "positional_names",
     "put_together",
     "storages",
     "storages_of",
@@ -172,7 +174,21 @@ def put_together(node: Any, tensors: list[Tensor]) -> Any:
     return container
 
 
-def argument_paths(node: Any, names: list[str]) -> Iterator[tuple[int, str]]:
+def positional_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a callable's positional parameters, as far as they can be known; of a module, those of its forward.
+
+    >>> positional_names(torch.nn.Bilinear(1, 1, 1))
+    ('input1', 'input2')
+    """
+    try:
+        parameters = signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    named = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in named)
+
+
+def argument_paths(node: Any, names: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Names the slots of arguments, ``take_apart((args, kwargs), …)``, as the caller wrote them.
 
     Args:
@@ -181,7 +197,7 @@ def argument_paths(node: Any, names: list[str]) -> Iterator[tuple[int, str]]:
     """
     args, kwargs = node.children
     for position, child in enumerate(args.children):
-        yield from _paths(child, names[position] if position < len(names) else f"argument {position}")
+        yield from _paths(child, repr(names[position]) if position < len(names) else f"argument {position}")
     for key, child in zip(kwargs.keys, kwargs.children, strict=True):
         yield from _paths(child, repr(key))
 

@@ -141,7 +141,7 @@ class Arguments:
             return ["held by enclosing hooks"] * len(self._held)
         return [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in self._held]
 
-    def path(self, index: int, names: list[str]) -> str:
+    def path(self, index: int, names: Sequence[str]) -> str:
         """Names a slot as the caller wrote it: ``x``, ``batch['mask']``, ``states[2].hidden``."""
         return dict(argument_paths(self._taken_apart(), names))[index]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -121,7 +121,7 @@ class FedArguments(Arguments):
             tensors.update((slot, give(feed)) for slot, feed in self.feeds.items())
         return put_together(self._tree, [tensors[slot] for slot in range(len(tensors))])  # type: ignore[no-any-return]
 
-    def path(self, index: int, names: list[str]) -> str:
+    def path(self, index: int, names: Sequence[str]) -> str:
         """Names a slot of those that are held."""
         return dict(argument_paths(self._tree, names))[list(self._outside)[index]]
 

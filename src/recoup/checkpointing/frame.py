@@ -43,7 +43,7 @@ from recoup.checkpointing.replay import TO_END, Manner, Replayed, is_any_wanted,
 from recoup.checkpointing.sampling import is_due
 from recoup.checkpointing.state import FunctionState
 from recoup.errors import InputChangedError, RecoupError
-from recoup.tensors import each_tensor, put_together, take_apart
+from recoup.tensors import each_tensor, positional_names, put_together, take_apart
 
 if TYPE_CHECKING:
     from recoup.checkpointing.api import Checkpoint
@@ -149,7 +149,7 @@ class Frame:
     def refuse_stale(self) -> None:
         """Raises if an argument was changed in place, so that a replay would start from another value."""
         if (slot := self.arguments.first_stale()) is not None:
-            path = self.arguments.path(slot, mismatch.parameter_names(self.fn))
+            path = self.arguments.path(slot, positional_names(self.fn))
             raise mismatch.changed_argument(self.fn, path, by_function=slot in self.arguments.changed)
 
     def run_as_then(self, args: Sequence[Any], kwargs: dict[str, Any], manner: Manner) -> Replayed:

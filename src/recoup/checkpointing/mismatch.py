@@ -27,7 +27,6 @@ __all__ = [
     "describe_shape",
     "kind_of",
     "other_parameter",
-    "parameter_names",
     "raised_in_replay",
     "ran_backward",
     "returned_drifted",
@@ -71,16 +70,6 @@ def describe_function(fn: Any) -> str:
         return f"{type(owner).__name__}.{fn.__name__}{_place(fn)}"
     name = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "")
     return f"{name}{_place(fn)}"
-
-
-def parameter_names(fn: Any) -> list[str]:
-    """The names of a callable's positional parameters, as far as they can be known."""
-    try:
-        signature = inspect.signature(fn.forward if isinstance(fn, Module) else fn)
-    except (TypeError, ValueError):
-        return []
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [repr(name) for name, parameter in signature.parameters.items() if parameter.kind in named]
 
 
 def changed_argument(fn: Any, path: str, *, by_function: bool) -> InputChangedError:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import RecoupWarning
-from recoup.model.conditions import Conditions, autocast_of, input_shapes, positional_names
+from recoup.model.conditions import Conditions, autocast_of, input_shapes
 from recoup.model.tracing import is_recomputed_by_others
-from recoup.tensors import contents
+from recoup.tensors import contents, positional_names
 from recoup.torch_private import assume_constant_result, num_tensor_owners
 
 __all__ = ["Watch"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.tensors import contents
+from recoup.tensors import contents, positional_names
 
-__all__ = ["Conditions", "Recorder", "autocast_of", "input_shapes", "positional_names", "recording"]
+__all__ = ["Conditions", "Recorder", "autocast_of", "input_shapes", "recording"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +41,6 @@ class Conditions:
     def largest(self) -> dict[str, int]:
         """The number of elements of each input."""
         return {name: prod(shape) for name, shape in self.shapes}
-
-
-def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a forward's positional parameters.
-
-    >>> positional_names(nn.Bilinear(1, 1, 1).forward)
-    ('input1', 'input2')
-    """
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(parameter.name for parameter in parameters if parameter.kind in named)
 
 
 def input_shapes(
