@@ -87,18 +87,19 @@ def _expect_header(document: Any, format_name: str, version: int) -> None:
         )
 
 
-def _earlier_fields(content: Any) -> Iterator[str]:
+def _earlier_fields(document: Any) -> Iterator[str]:
     """What only earlier versions wrote: fields that are gone, and scratch below 0."""
-    match content:
-        case list():
-            for item in content:
-                yield from _earlier_fields(item)
-        case dict():
+    waiting = [document]
+    while waiting:
+        content = waiting.pop()
+        if isinstance(content, dict):
             yield from (name for name in _EARLIER_FIELDS if name in content)
             scratch = content.get("backward_transient_bytes")
             if isinstance(scratch, int) and scratch < 0:
                 yield "backward_transient_bytes below 0"
-            yield from _earlier_fields(list(content.values()))
+            waiting += content.values()
+        elif isinstance(content, list):
+            waiting += content
 
 
 def _refuse_constant(name: str) -> float:
