@@ -1,6 +1,7 @@
-"""Figures of ``select`` and ``spill``: seconds to plan, proven gaps, and the step beside simpler planners.
+"""Figures of ``select`` and ``spill``: seconds to plan, proven gaps, and the step beside other planners'.
 
     python benchmarks/planning_select.py --out benchmarks/results/planning_select_HARDWARE_YYYYMM.md
+    python benchmarks/planning_select.py --only chain --out benchmarks/results/planning_select_chain_HARDWARE_YYYYMM.md
 
 Every answer is simulated and checked (peak, gap) before anything is timed. Times are medians with the lowest
 and highest; machines differ and others may use this one.
@@ -17,14 +18,31 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from recoup.planning import Link, Option, Problem, Unit, simulate
+from recoup.planning import (
+    Backward,
+    Forward,
+    Keep,
+    Lifetime,
+    Link,
+    Option,
+    Phase,
+    Problem,
+    Schedule,
+    Unit,
+    Use,
+    simulate,
+)
+from recoup.planning.plan import Session
+from recoup.planning.solvers.base import Solver
 from recoup.planning.solvers.baselines import BASELINES
-from recoup.planning.solvers.select import PreparedSelect
+from recoup.planning.solvers.chain import ChainSolver
+from recoup.planning.solvers.select import PreparedSelect, SelectSolver
 from recoup.planning.solvers.select.levels import Levels
 from recoup.planning.solvers.spill import PreparedSpill
 
@@ -34,6 +52,8 @@ from selections import integer_program_s
 MEBI = 2**20
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 TIME_LIMIT_S = 10.0
+CHAIN_SHARES = (0.02, 0.1, 0.3, 0.6, 0.9)
+CHAIN_NUM_UNITS = (12, 50, 100, 120, 140, 160, 200, 300)
 
 
 def different_units(num_units: int, *, num_options: int, seed: int, links: tuple[Link, ...] = ()) -> Problem:
@@ -80,6 +100,41 @@ def equal_blocks(num_units: int, *, num_options: int) -> Problem:
         for i in range(num_units)
     ]
     return Problem(units, resident_bytes=500 * MEBI)
+
+
+def as_measured(problem: Problem) -> Problem:
+    """The same step as ``measure`` describes one: outputs, skips and gradients are values with lifetimes.
+
+    A unit whose output is read by a later one than the next runs once, and a backward's scratch includes gradients.
+    """
+    readers = {index: [index + 1] for index in range(problem.num_units - 1)}
+    for index, unit in enumerate(problem.units):
+        for source in unit.skips:
+            readers[source].append(index)
+    values, passed = [], [0] * problem.num_units
+    for index, reading in readers.items():
+        unit = problem.units[index]
+        read = [Use(phase, reader) for reader in reading for phase in (Phase.FORWARD, Phase.BACKWARD)]
+        values.append(
+            Lifetime(f"y{index}", unit.output_bytes, made=Use(Phase.FORWARD, index), read=tuple(read))
+        )
+        last, own = Use(Phase.BACKWARD, max(reading)), Use(Phase.BACKWARD, index)
+        values.append(Lifetime(f"g{index}", unit.gradient_bytes, made=last, read=(own,), in_scratch=True))
+        passed[index] += unit.gradient_bytes
+        passed[max(reading)] += unit.gradient_bytes
+    units = []
+    for index, unit in enumerate(problem.units):
+        options = [
+            replace(option, scratch=option.scratch._replace(backward=option.scratch.backward + passed[index]))
+            for option in unit.options
+        ]
+        runs_once = len(readers.get(index, [])) > 1
+        units.append(
+            replace(
+                unit, options=tuple(options), output_bytes=0, gradient_bytes=0, skips=(), runs_once=runs_once
+            )
+        )
+    return Problem(units, resident_bytes=problem.resident_bytes, values=values)
 
 
 def budgets_of(prepared: PreparedSelect) -> list[int]:
@@ -229,6 +284,71 @@ def spill_table() -> list[str]:
     return lines
 
 
+def timed_session(problem: Problem, solver: Solver) -> tuple[Session, float]:
+    """A solver's session with its preparation done, and the seconds that took."""
+    start_s = time.perf_counter()
+    session = Session(problem, solvers=(solver,), time_limit_s=TIME_LIMIT_S)
+    assert session.smallest_bytes > 0
+    return session, time.perf_counter() - start_s
+
+
+def chain_row(name: str, problem: Problem) -> str:
+    """A row for one problem: by how much ``chain`` alone is slower than the faster of ``chain`` and ``select``."""
+    (chain, chain_s), (select, select_s) = (
+        timed_session(problem, solver) for solver in (ChainSolver(), SelectSolver())
+    )
+    held = [[option.held_bytes for option in unit.options] for unit in problem.units]
+    high = simulate(problem, keep_schedule([sizes.index(max(sizes)) for sizes in held])).peak_bytes
+    low = chain.smallest_bytes
+    cells = []
+    for share in CHAIN_SHARES:
+        budget_bytes = low + int(share * (high - low))
+        start_s = time.perf_counter()
+        found = chain.plan(budget_bytes)
+        chain_s += time.perf_counter() - start_s
+        assert found.predicted.peak_bytes <= budget_bytes
+        best_s = found.predicted.seconds
+        if budget_bytes >= select.smallest_bytes:
+            start_s = time.perf_counter()
+            other = select.plan(budget_bytes)
+            select_s += time.perf_counter() - start_s
+            assert other.predicted.peak_bytes <= budget_bytes
+            best_s = min(best_s, other.predicted.seconds)
+        cells.append(f"{found.predicted.seconds / best_s - 1:.2%}")
+    return f"| {problem.num_units} | {name} | {' | '.join(cells)} | {chain_s:.1f} s | {select_s:.1f} s |"
+
+
+def keep_schedule(options: Sequence[int]) -> Schedule:
+    """Every unit under one option, without segments."""
+    kept = list(enumerate(options))
+    return Schedule(
+        [
+            *(Forward(index, keep=Keep.OPTION, option=option) for index, option in kept),
+            *(Backward(index, option=option) for index, option in reversed(kept)),
+        ]
+    )
+
+
+def chain_table() -> list[str]:
+    lines = ["", "## chain alone beside chain and select, problems as they are measured", ""]
+    lines += [
+        "By how much the predicted step takes longer if only `chain` plans it, at budgets from chain's smallest (0 %)"
+    ]
+    lines += [
+        "to what keeping everything needs (100 %), and seconds to plan all five. Units have 3 options.",
+        "",
+    ]
+    lines += [f"| units | kind | {' | '.join(f'{share:.0%}' for share in CHAIN_SHARES)} | chain | select |"]
+    lines.append("|---" * (len(CHAIN_SHARES) + 4) + "|")
+    for num_units in CHAIN_NUM_UNITS:
+        plain = different_units(num_units, num_options=3, seed=num_units)
+        without = replace(plain, units=tuple(replace(unit, skips=()) for unit in plain.units))
+        lines.append(chain_row("equal blocks", as_measured(equal_blocks(num_units, num_options=3))))
+        lines.append(chain_row("different", as_measured(without)))
+        lines.append(chain_row("different, skips", as_measured(plain)))
+    return lines
+
+
 def header() -> list[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "scipy", "highspy"))
     return [
@@ -237,7 +357,7 @@ def header() -> list[str]:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores (shared with other work),"
         f" Python {platform.python_version()}, {packages}.",
         "A budget of 30 % lies 30 % of the way from the smallest feasible one to what the fastest selection"
-        " needs.",
+        " needs, unless a table says otherwise.",
         "",
     ]
 
@@ -246,14 +366,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="where to write the markdown; printed in any case")
     parser.add_argument("--rounds", type=int, default=5, help="how often each solve is timed")
+    tables: dict[str, Callable[[], list[str]]] = {
+        "select": lambda: select_tables(arguments.rounds),
+        "comparison": comparison_table,
+        "spill": spill_table,
+        "growth": growth_table,
+        "chain": chain_table,
+    }
+    parser.add_argument("--only", choices=tables, help="one of the tables; all unless given")
     arguments = parser.parse_args()
-    lines = [
-        *header(),
-        *select_tables(arguments.rounds),
-        *comparison_table(),
-        *spill_table(),
-        *growth_table(),
-    ]
+    lines = header()
+    for name in [arguments.only] if arguments.only else tables:
+        lines += tables[name]()
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.out:
