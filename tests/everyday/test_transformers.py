@@ -312,7 +312,7 @@ def test_an_encoder_and_decoder() -> None:
 
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_a_cache_that_the_plan_switches_off_is_named(make: Any) -> None:
-    """And one that it does not switch off is not: where the caller says so, or nothing is planned."""
+    """And one that it does not switch off is not: where the caller says so."""
     model, batch = make(use_cache=True), tokens()
     fitted = recoup.fit(model, batch, budget=budget_for(model, batch))
     assert fitted.verification.gradients == "bit-equal to a step with use_cache off"
@@ -321,10 +321,22 @@ def test_a_cache_that_the_plan_switches_off_is_named(make: Any) -> None:
     given = {**batch, "use_cache": False}
     fitted = recoup.fit(model, given, budget=budget_for(model, given))
     assert (fitted.verification.gradients, fitted.verification.notes) == ("bit-equal", ())
-    # The step that the user would run, cache and all.
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_plan_that_keeps_everything_switches_the_cache_off(make: Any) -> None:
+    """The step was measured without it: with the cache on, it would take more than was predicted."""
+    model, batch = make(use_cache=True), tokens()
     fitted = recoup.fit(model, batch, budget="1GiB")
-    assert (fitted.verification.gradients, fitted.verification.notes) == ("bit-equal", ())
+    assert fitted.verification.gradients == "bit-equal to a step with use_cache off"
     assert fitted.verification.peak_bytes == fitted.verification.plain_peak_bytes
+    assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=1e-3)
+    assert model(**batch).past_key_values is None
+    assert model(**batch, use_cache=True).past_key_values is not None
+    with torch.no_grad():
+        assert model(**batch).past_key_values is not None
+    recoup.remove(model)
+    assert model(**batch).past_key_values is not None
 
 
 # Gradient checkpointing of the model's own

@@ -138,8 +138,11 @@ def apply(
 
     The model keeps its class, names, ``state_dict`` and hooks; it can be copied and pickled with its plan. Calls
     without gradients run plainly, and with a plan those in another mode (train or eval) than the measured one. So does
-    a model that is traced, exported, compiled or transformed by torch.func. Where everything is kept, nothing is
-    touched.
+    a model that is traced, exported, compiled or transformed by torch.func. What is kept is not touched.
+
+    Decoders that fill a key-value cache by default do not in training, unless the caller passes ``use_cache``. A
+    plan that keeps everything switches the cache off too: the step was measured without it. A policy that keeps
+    everything changes nothing.
 
     With a plan, a training call that leaves what was measured gives a `RecoupWarning`, once of each kind: larger
     inputs, other autocast, another mode, more forwards before a backward, checkpoints of the model's own, an output
@@ -184,14 +187,23 @@ def apply(
         engine = _Engine(plan.items, recipes, watch)
         modes = {module: _mode(model, module, profile.conditions) for module in modules}
     remove(model)
-    _install(model, engine, modules, modes)
+    planned = _planned_units(engine)
+    _install_units(model, engine, modules, modes, planned)
+    if planned or isinstance(plan, ModelPlan):
+        for cached in cached_models(model):
+            install(cached, CachelessForward(cached))
+    if planned:
+        install(model, _Root(engine, model))
     return model
 
 
-def _install(
-    model: nn.Module, engine: _Engine, modules: dict[nn.Module, list[int]], modes: dict[nn.Module, bool]
+def _install_units(
+    model: nn.Module,
+    engine: _Engine,
+    modules: dict[nn.Module, list[int]],
+    modes: dict[nn.Module, bool],
+    planned: dict[int, tuple[str, ...]],
 ) -> None:
-    planned = _planned_units(engine)
     touched = {module: units for module, units in modules.items() if planned.keys() & set(units)}
     for module, units in touched.items():
         install(module, _UnitForward(engine, module, units, training=modes.get(module)))
@@ -201,10 +213,6 @@ def _install(
                 install(inner, InnerForward(inner))
     for sequential, slices in slices_by_sequential(model, touched).items():
         install(sequential, SlicedForward(sequential, slices))
-    if planned:
-        for cached in cached_models(model):
-            install(cached, CachelessForward(cached))
-        install(model, _Root(engine, model))
 
 
 def _refuse_more(plan: Any, **given: Any) -> None:
