@@ -39,7 +39,7 @@ __all__ = ["Measured", "Measurement", "begin_measurement", "measure", "measure_s
 
 _T = TypeVar("_T")
 _Kind = Any
-"""`SeenCall.kind`: calls of one kind share all measurements."""
+"""`SeenCall.cost_key`: calls with the same one share all measurements."""
 
 
 def measure(
@@ -184,7 +184,7 @@ class Measurement:
         accumulates = accumulates or self.structure.accumulates
         unsafe = _for_all_alike(calls, unsafe)
         _progress(2)
-        first = _first_indices(seen.kind for seen in calls)
+        first = _first_indices(seen.cost_key for seen in calls)
         timed = _timed_indices(calls, first)
         with recording(step.model) as recorder:
             cold_s, inside_s = self.passes.visit(set(timed.values()), self._time_inside)
@@ -197,7 +197,7 @@ class Measurement:
         _progress(4)
         for kind, index in first.items():
             # A recipe that did not fit at the call that is timed, but fits here, is timed here.
-            if not sizes[kind].keys() <= sizes[calls[timed[kind]].kind].keys():
+            if not sizes[kind].keys() <= sizes[calls[timed[kind]].cost_key].keys():
                 timed[kind] = index
         warm_s, timings = self._time_calls(timed, sizes, effort)
         code_s = tuple(map(_faster, cold_s, warm_s))
@@ -209,13 +209,15 @@ class Measurement:
             for kind, index in timed.items()
         }
         options = tuple(
-            tuple(option for option in useful[seen.kind] if option.recipe == KEEP or seen.name not in unsafe)
+            tuple(
+                option for option in useful[seen.cost_key] if option.recipe == KEEP or seen.name not in unsafe
+            )
             for seen in calls
         )
         once = frozenset(
             index
             for index, seen in enumerate(calls)
-            if seen.name in unsafe or _cannot_replay(recipes[seen.kind], sizes[seen.kind])
+            if seen.name in unsafe or _cannot_replay(recipes[seen.cost_key], sizes[seen.cost_key])
         )
         costs = StepCosts(self.structure, options, code_s, residents, accumulates, once)
         conditions = recorder.conditions
@@ -236,7 +238,7 @@ class Measurement:
             seen = self.calls[call.index]
             gradients = Gradients.ACCUMULATED if accumulates else Gradients.NONE
             gradients = Gradients.SHARED if seen.shares else gradients
-            tried = {recipe: self._try(call, recipe, gradients) for recipe in recipes[seen.kind]}
+            tried = {recipe: self._try(call, recipe, gradients) for recipe in recipes[seen.cost_key]}
             return {recipe: cost for recipe, cost in tried.items() if cost is not None}
 
         with self.meter.watching(), self._inner_forwards():
@@ -250,9 +252,11 @@ class Measurement:
 
     def _try(self, call: UnitCall, recipe: Recipe, gradients: Gradients) -> CallBytes | None:
         """The bytes of a recipe; None if it does not fit even by itself, or cannot be replayed."""
-        wanted = self.calls[call.index].wanted
+        seen = self.calls[call.index]
         try:
-            return measure_bytes(call, recipe, self.meter, gradients=gradients, wanted=wanted)
+            return measure_bytes(
+                call, recipe, self.meter, gradients=gradients, wanted=seen.wanted, as_views=seen.wait_as_views
+            )
         except (torch.OutOfMemoryError, CheckpointError):
             pass
         except Exception:
@@ -274,7 +278,7 @@ class Measurement:
         def measure(call: UnitCall) -> dict[Recipe, CallTiming]:
             seen = self.calls[call.index]
             time = partial(time_call, repeats=effort.repeats, warm_up=effort.warm_up, wanted=seen.wanted)
-            return {recipe: time(call, recipe, self.meter) for recipe in sizes[seen.kind]}
+            return {recipe: time(call, recipe, self.meter) for recipe in sizes[seen.cost_key]}
 
         with self._inner_forwards():
             code_s, found = self.passes.visit(set(timed.values()), measure)
@@ -294,7 +298,7 @@ class Measurement:
         code_seconds: Sequence[CodeSeconds],
         gradient_bytes: int,
     ) -> Pace:
-        kinds = [seen.kind for seen in self.calls]
+        kinds = [seen.cost_key for seen in self.calls]
         if not all(KEEP in timings[kind] for kind in kinds):
             return USUAL_PACE
         kept = [sizes[kind][KEEP] for kind in kinds]

@@ -12,7 +12,7 @@ from torch.autograd import grad as run_grad
 
 from recoup.tensors import map_tensors, needing_gradient, tensors_in
 
-__all__ = ["anchored", "gradients_from", "seeded"]
+__all__ = ["anchored", "gradients_from", "seeded", "seeded_as"]
 
 
 class _Anchor(torch.autograd.Function):
@@ -55,19 +55,23 @@ def anchored(tree: Any) -> tuple[Any, Tensor]:
 class _Seed(torch.autograd.Function):
     """An empty tensor whose backward makes the gradients of many tensors.
 
-    Made inside the backward, only autograd holds them, and frees them as early as in a real step.
+    Made inside the backward, only autograd holds them, and frees them as early as in a real step. Where an owner is
+    given, a tensor without dimensions, the gradient is a view of it.
     """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    def forward(ctx: Any, owners: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
+        kinds = ((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        ctx.kinds = list(zip(owners, kinds, strict=True))
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(
-            torch.full(shape, 1e-3, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds
+        made = (
+            torch.full(shape, 1e-3, dtype=dtype, device=device) if owner is None else owner.expand(shape)
+            for owner, (shape, dtype, device) in ctx.kinds
         )
+        return None, *made
 
 
 def seeded(tree: Any, wanted: Sequence[bool] | None = None) -> Tensor | None:
@@ -85,7 +89,17 @@ def seeded(tree: Any, wanted: Sequence[bool] | None = None) -> Tensor | None:
         needing = [tensor for tensor in compress(tensors, wanted) if tensor.requires_grad] or needing
     if not needing:
         return None
-    seed: Tensor = _Seed.apply(*needing)  # type: ignore[no-untyped-call]
+    return seeded_as([(tensor, None) for tensor in needing])
+
+
+def seeded_as(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """A tensor from which the backward of some tensors starts.
+
+    Args:
+        pairs: the tensors, each with the tensor without dimensions that its gradient is a view of; None if the gradient
+            has a storage of its own.
+    """
+    seed: Tensor = _Seed.apply([owner for _, owner in pairs], *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
     return seed
 
 

@@ -21,7 +21,7 @@ class PassedGradients:
         waiting_bytes: of what it makes, what its measured scratch counts though it is a value.
         viewed_bytes: of what it reads, what its measured scratch counts though it is a view of a larger value.
         ended_bytes: of what it reads, values that its measured scratch does not count.
-        summed_bytes: sums of gradients that it makes.
+        summed_bytes: sums of gradients that it makes and its measured scratch does not count.
     """
 
     passed_bytes: int = 0
@@ -83,8 +83,9 @@ class Gradients:
                 maker, view = giver, None
                 size, _ = self._given(giver, storage, full_bytes)
             else:
-                self._end(maker, giver, size, view, is_summed=True)
-                self._passed[giver].summed_bytes += full_bytes
+                self._add(maker, giver, size, view)
+                is_measured = self._positions[giver].sums_with_view(storage)
+                self._passed[giver].summed_bytes += 0 if is_measured else full_bytes
                 maker, view, size = giver, None, full_bytes
         if view is None and maker == producer + 1:
             size = full_bytes
@@ -96,28 +97,22 @@ class Gradients:
     def _given(self, giver: int, storage: int, full_bytes: int) -> tuple[int, tuple[int, int] | None]:
         """Bytes of the gradient that a backward gives, and the storage that it is a view of, if it is one."""
         position = self._positions[giver]
-        size = position.given_gradients[storage]
-        if position.seen is None and storage in position.code.views:
-            owner = position.code.views[storage]
-            is_shared = sum(other == owner for other in position.code.views.values()) > 1
-            if is_shared or position.code.gradient_storages[owner] != full_bytes:
-                return full_bytes, (giver, owner)
-        return size, None
+        owner = position.code.owner_of(storage, full_bytes) if position.seen is None else None
+        return (position.given_gradients[storage], None) if owner is None else (full_bytes, (giver, owner))
 
-    def _end(
-        self,
-        maker: int,
-        reader: int,
-        num_bytes: int,
-        view: tuple[int, int] | None,
-        *,
-        is_summed: bool = False,
-    ) -> None:
+    def _add(self, maker: int, giver: int, num_bytes: int, view: tuple[int, int] | None) -> None:
+        """A gradient to which another backward adds its own."""
+        if view is not None:
+            self._views[view].add(giver)
+        else:
+            self._wait(num_bytes, maker, [giver], in_scratch=False)
+
+    def _end(self, maker: int, reader: int, num_bytes: int, view: tuple[int, int] | None) -> None:
         if view is not None:
             self._views[view].add(reader)
-            self._passed[reader].viewed_bytes += 0 if is_summed else num_bytes
+            self._passed[reader].viewed_bytes += num_bytes
         else:
-            self._wait(num_bytes, maker, [reader], in_scratch=not is_summed)
+            self._wait(num_bytes, maker, [reader], in_scratch=True)
 
     def _wait(self, num_bytes: int, maker: int, readers: Sequence[int], *, in_scratch: bool) -> None:
         read = tuple(Use(Phase.BACKWARD, reader) for reader in readers)

@@ -59,6 +59,11 @@ class Position:
         trained = (p for p in self.seen.module.parameters() if p.requires_grad)
         return {id(p): p.numel() * p.element_size() for p in trained} | self.seen.given_parameters
 
+    def sums_with_view(self, storage: int) -> bool:
+        """Whether its backward was measured with a gradient of a storage that waits as a view."""
+        seen = self.seen
+        return seen is not None and (storage, True) in zip(seen.numbers, seen.wait_as_views, strict=True)
+
     def hands_on(self, storage: int) -> bool:
         """Whether it gives out what it was given, as a view or changed in place."""
         return self.seen is not None and storage in self.seen.outputs
@@ -70,7 +75,7 @@ def positions_of(costs: StepCosts) -> list[Position]:
     found: list[Position] = []
     for index, seen in enumerate(structure.calls):
         seconds = costs.code_seconds[index]
-        if seen.code.saved or seen.code.transient_bytes:
+        if seen.code.has_bytes:
             found.append(Position(f"before {seen.name}", None, None, seen.code, seconds, runs_once=True))
         found.append(Position(seen.name, index, seen, seen.code, seconds, runs_once=index in costs.once))
     code = structure.tail.code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from recoup.devices.meter import Meter
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import CheckpointError, LossError
+from recoup.measuring.stream.given_gradients import noting_gradients
 from recoup.measuring.stream.sections import Sections
 from recoup.model.calls import kind_of_module
 from recoup.model.replace_forward import intercepted
@@ -59,6 +60,24 @@ class Code:
     parameters: dict[int, int] = field(default_factory=dict)
     alive: Storages = field(default_factory=dict)
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether it made or saved anything."""
+        return bool(self.saved or self.transient_bytes)
+
+    def owner_of(self, storage: int, full_bytes: int) -> int | None:
+        """Among `gradient_storages`, the one that a storage's gradient is a view of; None if it has one of its own.
+
+        Args:
+            storage: that its backward gives a gradient.
+            full_bytes: of that gradient.
+        """
+        owner = self.views.get(storage)
+        if owner is None:
+            return None
+        is_shared = sum(other == owner for other in self.views.values()) > 1
+        return owner if is_shared or self.gradient_storages[owner] != full_bytes else None
+
 
 @dataclass(frozen=True)
 class SeenCall:
@@ -68,7 +87,7 @@ class SeenCall:
         name: of the call.
         module: the unit.
         behaviour: equal for calls that do the same, as far as can be told, though its cost may depend on the data.
-        kind: equal for calls that cost the same.
+        kind: equal for calls that cost the same but for `wait_as_views`.
         arguments: storages that it is given.
         numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
         remade: storages among its arguments that it is given as other tensors than units handed on: as views of them.
@@ -83,6 +102,8 @@ class SeenCall:
         code: what ran before it.
         shares: whether another part of the step, after it, gives its parameters gradients too.
         wanted: for each tensor among its outputs, whether anything after it gives that a gradient.
+        wait_as_views: for each tensor among its arguments, whether the gradient to which the call's backward adds is a
+            view of a storage that outlives the sum.
     """
 
     name: str
@@ -103,6 +124,12 @@ class SeenCall:
     code: Code
     shares: bool = False
     wanted: tuple[bool, ...] = ()
+    wait_as_views: tuple[bool, ...] = ()
+
+    @property
+    def cost_key(self) -> tuple[Any, ...]:
+        """Equal for calls that cost the same."""
+        return (self.kind, self.wait_as_views)
 
 
 @dataclass(frozen=True)
@@ -424,20 +451,6 @@ def _flags(call: UnitCall) -> tuple[Any, ...]:
     return (given, switches)
 
 
-def _noting_gradients(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
-    """Says of each call which of its parameters and outputs got gradients before, going backwards."""
-    known, given = set(tail.code.parameters), set(tail.code.gives_gradients)
-    noted = []
-    for seen in reversed(calls):
-        trained = {id(parameter) for parameter in seen.module.parameters() if parameter.requires_grad}
-        shares = bool(trained & known)
-        wanted = tuple(number is None or number in given for number in seen.output_numbers)
-        noted.append(replace(seen, shares=shares, wanted=wanted, kind=(seen.kind, shares, wanted)))
-        known |= trained | seen.code.parameters.keys()
-        given |= seen.argument_gradients.keys() | seen.code.gives_gradients.keys()
-    return tuple(reversed(noted))
-
-
 def look(
     step: TrainingStep,
     units: Sequence[nn.Module],
@@ -490,7 +503,7 @@ def _look(
         streamed = stream(step, units, looker)
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")
-        calls = _noting_gradients(looker.calls, looker.tail)
+        calls = noting_gradients(looker.calls, looker.tail)
         return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale)
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import backward as run_backward
 
 from recoup.devices.meter import Meter, Timing, gc_disabled
-from recoup.model.cut_graph import gradients_from, seeded
+from recoup.model.cut_graph import gradients_from, seeded, seeded_as
 from recoup.model.recipe import Recipe, run_recipe
 from recoup.model.streaming import UnitCall
 from recoup.model.undo import made_attributes
@@ -98,6 +98,7 @@ def measure_bytes(
     *,
     gradients: Gradients = Gradients.NONE,
     wanted: Sequence[bool] | None = None,
+    as_views: Sequence[bool] = (),
 ) -> CallBytes:
     """Runs a call forward and backward inside ``meter.watching()``.
 
@@ -107,8 +108,10 @@ def measure_bytes(
         meter: of the device.
         gradients: that its parameters have already.
         wanted: for each tensor among its outputs, whether the step gives it a gradient; by default all get one.
+        as_views: for each tensor among its arguments, whether it has a gradient already, as a view of others' storage;
+            by default none has. The view's bytes are not counted.
     """
-    owners = _ArgumentOwners(call)
+    owners, earlier_gradients = _ArgumentOwners(call), _EarlierGradients(call, as_views, gradients)
     attributes = made_attributes(call.module)
     args, kwargs, start = call.fresh()
     parameters = needing_gradient(list(call.module.parameters()))
@@ -122,6 +125,8 @@ def measure_bytes(
     output_bytes = sum(meter.rounded(size) for key, size in made.items() if key not in given)
     storages = [tensor.untyped_storage() for tensor in tensors_in(output)]
     seed = seeded(output, wanted)
+    # The newest node runs first: autograd then has these gradients, and adds the unit's own.
+    earlier = earlier_gradients.seed(args, kwargs, parameters)
     del output, args, kwargs
     # A further owner, beside this list, is the graph.
     holds_outputs = tuple(storage._cdata not in given and num_owners(storage) > 1 for storage in storages)
@@ -131,7 +136,8 @@ def measure_bytes(
     holds_arguments = owners.have_grown()
     if seed is None:
         return CallBytes(forward_peak, output_bytes, 0, (False,) * len(holds_outputs), 0, holds_arguments)
-    backward_peak = _backward_peak(seed, [start, *attributes], parameters, meter, gradients)
+    seeds = [seed] if earlier is None else [seed, earlier]
+    backward_peak = _backward_peak(seeds, [start, *attributes], parameters, meter, gradients)
     return CallBytes(forward_peak, output_bytes, held_bytes, holds_outputs, backward_peak, holds_arguments)
 
 
@@ -159,24 +165,37 @@ class _ArgumentOwners:
         return tuple(storage is None or after > before for storage, before, after in pairs)
 
 
+class _EarlierGradients:
+    """Gradients that are there when the backward of a call begins: of its arguments, and of shared parameters."""
+
+    def __init__(self, call: UnitCall, as_views: Sequence[bool], gradients: Gradients) -> None:
+        self._shares = gradients is Gradients.SHARED
+        # Made before anything is counted.
+        viewed = compress(enumerate(tensors_in((call.args, call.kwargs))), as_views)
+        self._owners = {index: tensor.new_zeros(()) for index, tensor in viewed if tensor.requires_grad}
+
+    def seed(self, args: Any, kwargs: Any, parameters: list[Tensor]) -> Tensor | None:
+        """A tensor whose backward makes them; None if there are none."""
+        tensors = tensors_in((args, kwargs))
+        pairs: list[tuple[Tensor, Tensor | None]] = [(tensors[i], owner) for i, owner in self._owners.items()]
+        pairs += [(parameter, None) for parameter in parameters if self._shares]
+        return seeded_as(pairs) if pairs else None
+
+
 def _backward_peak(
-    seed: Tensor, starts: list[Tensor], parameters: list[Tensor], meter: Meter, gradients: Gradients
+    seeds: list[Tensor], starts: list[Tensor], parameters: list[Tensor], meter: Meter, gradients: Gradients
 ) -> int:
     inputs = [*starts, *parameters]
     before = meter.begin()
     if gradients is Gradients.ACCUMULATED:
         # Imported by name: inside a step of the user's, torch.autograd.backward is replaced.
-        run_backward(seed, torch.empty(0), inputs=inputs)
+        run_backward(seeds, [torch.empty(0) for _ in seeds], inputs=inputs)
         for tensor in inputs:
             tensor.grad = None
         return meter.peak_bytes() - before
-    earlier = seeded(parameters) if gradients is Gradients.SHARED else None
-    if earlier is None:
-        gradients_from([seed], inputs)
-        return meter.peak_bytes() - before
-    # The newest node runs first: autograd then has these gradients, and adds the unit's own.
-    gradients_from([seed, earlier], inputs)
-    return meter.peak_bytes() - before - sum(meter.rounded(parameter.nbytes) for parameter in parameters)
+    gradients_from(seeds, inputs)
+    shared = parameters if gradients is Gradients.SHARED else []
+    return meter.peak_bytes() - before - sum(meter.rounded(parameter.nbytes) for parameter in shared)
 
 
 def forward_and_backward(
