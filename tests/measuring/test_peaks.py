@@ -211,6 +211,25 @@ def with_a_leaf(self: Any, x: Tensor) -> Tensor:
     return self.b((self.a(x) * noise).tanh())
 
 
+class Residual(nn.Module):
+    """Gives its argument a gradient with the first operation of its backward, and again with the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+def mean_of_all(self: Any, x: Tensor) -> Tensor:
+    outputs = []
+    for block in self.blocks:
+        x = block(x)
+        outputs.append(x)
+    return torch.stack(outputs).mean(0)
+
+
 def with_scale() -> nn.Module:
     model = Body(scaled, a=nn.Linear(24, 40), b=nn.Linear(40, 7))
     model.scale = nn.Parameter(torch.rand(ROWS, 40))
@@ -239,6 +258,9 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
         without_gradient, a=nn.Linear(24, 40), b=nn.Linear(40, 30), c=nn.Linear(30, 8)
     ),
     "a cell called four times": lambda: Body(four_times, cell=nn.Linear(24, 24), head=nn.Linear(24, 3)),
+    "gradients that are views of one storage, to which units add": lambda: Body(
+        mean_of_all, blocks=nn.ModuleList(Residual() for _ in range(4))
+    ),
     "code with a parameter": with_scale,
     "code with the largest forward, after a unit that saves its argument": lambda: Body(
         large_between, a=nn.Linear(24, 40), b=nn.Linear(40, 20), c=nn.Linear(20, 6)

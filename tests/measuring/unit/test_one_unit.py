@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,11 +37,12 @@ def measured(
     recipe: Recipe = KEEP,
     gradients: Gradients = Gradients.NONE,
     needs_grad: bool = True,
+    as_views: Sequence[bool] = (),
 ) -> CallBytes:
     meter = CpuMeter()
     args = args or (torch.randn(4, 6, requires_grad=needs_grad),)
     with meter.watching():
-        return measure_bytes(call_of(module, *args), recipe, meter, gradients=gradients)
+        return measure_bytes(call_of(module, *args), recipe, meter, gradients=gradients, as_views=as_views)
 
 
 class Body(nn.Module):
@@ -52,6 +55,11 @@ class Body(nn.Module):
 
     def forward(self, *args: Tensor) -> Any:
         return self.body(self, *args)
+
+
+def residual(self: nn.Module, x: Tensor) -> Tensor:
+    """Its backward begins with the argument's gradient; the square, and the gradient of the weight, come after that."""
+    return x + (x * self.weight) ** 2
 
 
 def square_of_next(self: nn.Module, x: Tensor) -> Tensor:
@@ -119,6 +127,18 @@ class TestMlp:
         cost = measured(nn.Linear(6, 10, bias=False), gradients=Gradients.SHARED)
         # Once the gradient of the output is gone, the sum is made beside both of its terms, one of which counts.
         assert cost.backward_peak_bytes == X + 2 * self.weight1 > self.hidden + X + self.weight1
+
+    def test_a_view_that_waits_is_added_to_at_once(self) -> None:
+        """The sum is there while the rest of the backward runs: one gradient more."""
+        first = measured(Body(residual))
+        with_view = measured(Body(residual), as_views=(True,))
+        assert with_view == replace(first, backward_peak_bytes=first.backward_peak_bytes + X)
+
+    def test_a_view_that_waits_is_added_to_in_the_end(self) -> None:
+        """The output's gradient has gone by then: the unit's own and the sum, in the place of these two."""
+        first = measured(nn.Tanh())
+        assert first.backward_peak_bytes == 2 * X
+        assert measured(nn.Tanh(), as_views=(True,)) == first
 
     def test_frozen_parameters_get_no_gradient(self) -> None:
         cost = measured(nn.Linear(6, 10).requires_grad_(False))
