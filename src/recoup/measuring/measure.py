@@ -255,7 +255,13 @@ class Measurement:
         seen = self.calls[call.index]
         try:
             return measure_bytes(
-                call, recipe, self.meter, gradients=gradients, wanted=seen.wanted, as_views=seen.wait_as_views
+                call,
+                recipe,
+                self.meter,
+                gradients=gradients,
+                wanted=seen.wanted,
+                as_views=seen.wait_as_views,
+                begins_with_views=seen.begins_with_views,
             )
         except (torch.OutOfMemoryError, CheckpointError):
             pass

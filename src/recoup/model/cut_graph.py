@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -56,7 +56,7 @@ class _Seed(torch.autograd.Function):
     """An empty tensor whose backward makes the gradients of many tensors.
 
     Made inside the backward, only autograd holds them, and frees them as early as in a real step. Where an owner is
-    given, a tensor without dimensions, the gradient is a view of it.
+    given, as large or without dimensions, the gradient is a view of it.
     """
 
     @staticmethod
@@ -74,7 +74,9 @@ class _Seed(torch.autograd.Function):
         return None, *made
 
 
-def seeded(tree: Any, wanted: Sequence[bool] | None = None) -> Tensor | None:
+def seeded(
+    tree: Any, wanted: Sequence[bool] | None = None, owners: Mapping[int, Tensor] | None = None
+) -> Tensor | None:
     """A tensor from which the backward of all tensors in a tree starts; None if none needs a gradient.
 
     The tensor and its gradient are empty: neither counts in a measurement. See `gradients_from`.
@@ -82,6 +84,7 @@ def seeded(tree: Any, wanted: Sequence[bool] | None = None) -> Tensor | None:
     Args:
         tree: whose tensors get gradients.
         wanted: for each of them, whether it gets one; if that leaves none, or has another length, all that need one do.
+        owners: by the identity of some of them, what their gradients are views of.
     """
     needing = needing_gradient(tree)
     tensors = tensors_in(tree)
@@ -89,15 +92,15 @@ def seeded(tree: Any, wanted: Sequence[bool] | None = None) -> Tensor | None:
         needing = [tensor for tensor in compress(tensors, wanted) if tensor.requires_grad] or needing
     if not needing:
         return None
-    return seeded_as([(tensor, None) for tensor in needing])
+    return seeded_as([(tensor, (owners or {}).get(id(tensor))) for tensor in needing])
 
 
 def seeded_as(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
     """A tensor from which the backward of some tensors starts.
 
     Args:
-        pairs: the tensors, each with the tensor without dimensions that its gradient is a view of; None if the gradient
-            has a storage of its own.
+        pairs: the tensors, each with the tensor that its gradient is a view of (as large, or without dimensions); None
+            if the gradient has a storage of its own.
     """
     seed: Tensor = _Seed.apply([owner for _, owner in pairs], *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
     return seed

@@ -79,7 +79,7 @@ class Gradients:
         size, view = self._given(maker, storage, full_bytes)
         for giver in others:
             if self._positions[giver].hands_on(storage):
-                self._end(maker, giver, 0 if self._is_copied(view, storage) else size, view)
+                self._end(maker, giver, storage, 0 if self._is_copied(view, storage) else size, view)
                 maker, view = giver, None
                 size, _ = self._given(giver, storage, full_bytes)
             else:
@@ -89,7 +89,7 @@ class Gradients:
                 maker, view, size = giver, None, full_bytes
         if view is None and maker == producer + 1:
             size = full_bytes
-        self._end(maker, producer, 0 if self._is_copied(view, storage) else size, view)
+        self._end(maker, producer, storage, 0 if self._is_copied(view, storage) else size, view)
 
     def _is_copied(self, view: tuple[int, int] | None, storage: int) -> bool:
         return view is not None and storage in self._positions[view[0]].code.strided
@@ -107,10 +107,13 @@ class Gradients:
         else:
             self._wait(num_bytes, maker, [giver], in_scratch=False)
 
-    def _end(self, maker: int, reader: int, num_bytes: int, view: tuple[int, int] | None) -> None:
+    def _end(
+        self, maker: int, reader: int, storage: int, num_bytes: int, view: tuple[int, int] | None
+    ) -> None:
         if view is not None:
             self._views[view].add(reader)
-            self._passed[reader].viewed_bytes += num_bytes
+            is_measured = self._positions[reader].begins_with_view(storage)
+            self._passed[reader].viewed_bytes += 0 if is_measured else num_bytes
         else:
             self._wait(num_bytes, maker, [reader], in_scratch=True)
 

@@ -64,6 +64,13 @@ class Position:
         seen = self.seen
         return seen is not None and (storage, True) in zip(seen.numbers, seen.wait_as_views, strict=True)
 
+    def begins_with_view(self, storage: int) -> bool:
+        """Whether its backward was measured with a gradient of an output that is a view, and was not counted."""
+        seen = self.seen
+        return seen is not None and (storage, True) in zip(
+            seen.output_numbers, seen.begins_with_views, strict=True
+        )
+
     def hands_on(self, storage: int) -> bool:
         """Whether it gives out what it was given, as a view or changed in place."""
         return self.seen is not None and storage in self.seen.outputs

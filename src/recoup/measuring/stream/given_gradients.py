@@ -24,8 +24,17 @@ def noting_gradients(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, .
         wanted = tuple(number is None or number in given for number in seen.output_numbers)
         summed = seen.argument_gradients.keys() - seen.outputs.keys()
         as_views = tuple(number in summed and views.outlives(number, index) for number in seen.numbers)
-        kind = (seen.kind, shares, wanted)
-        noted.append(replace(seen, shares=shares, wanted=wanted, wait_as_views=as_views, kind=kind))
+        begins = tuple(views.outlives(n, index, is_contiguous=True) for n in seen.output_numbers)
+        noted.append(
+            replace(
+                seen,
+                shares=shares,
+                wanted=wanted,
+                wait_as_views=as_views,
+                begins_with_views=begins,
+                kind=(seen.kind, shares, wanted),
+            )
+        )
         known |= trained | seen.code.parameters.keys()
         views.end(seen)
         given |= seen.argument_gradients.keys()
@@ -63,10 +72,12 @@ class _Views:
         for number in seen.argument_gradients:
             self._owners.pop(number, None)
 
-    def outlives(self, number: int | None, call: int) -> bool:
+    def outlives(self, number: int | None, call: int, *, is_contiguous: bool = False) -> bool:
         """Whether a gradient shares its storage with one that the backward of an earlier position reads."""
         found = None if number is None else self._owners.get(number)
-        return found is not None and any(
+        if found is None or (is_contiguous and number in found[0].strided):
+            return False
+        return any(
             other != number and code is found[0] and owner == found[1] and self._born.get(other, call) < call
             for other, (code, owner) in self._owners.items()
         )

@@ -87,7 +87,7 @@ class SeenCall:
         name: of the call.
         module: the unit.
         behaviour: equal for calls that do the same, as far as can be told, though its cost may depend on the data.
-        kind: equal for calls that cost the same but for `wait_as_views`.
+        kind: equal for calls that cost the same but for gradients that are views.
         arguments: storages that it is given.
         numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
         remade: storages among its arguments that it is given as other tensors than units handed on: as views of them.
@@ -104,6 +104,8 @@ class SeenCall:
         wanted: for each tensor among its outputs, whether anything after it gives that a gradient.
         wait_as_views: for each tensor among its arguments, whether the gradient to which the call's backward adds is a
             view of a storage that outlives the sum.
+        begins_with_views: for each tensor among its outputs, whether its gradient is a contiguous view of a storage
+            that outlives the call's backward.
     """
 
     name: str
@@ -125,11 +127,12 @@ class SeenCall:
     shares: bool = False
     wanted: tuple[bool, ...] = ()
     wait_as_views: tuple[bool, ...] = ()
+    begins_with_views: tuple[bool, ...] = ()
 
     @property
     def cost_key(self) -> tuple[Any, ...]:
         """Equal for calls that cost the same."""
-        return (self.kind, self.wait_as_views)
+        return (self.kind, self.wait_as_views, self.begins_with_views)
 
 
 @dataclass(frozen=True)

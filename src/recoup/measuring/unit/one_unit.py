@@ -99,6 +99,7 @@ def measure_bytes(
     gradients: Gradients = Gradients.NONE,
     wanted: Sequence[bool] | None = None,
     as_views: Sequence[bool] = (),
+    begins_with_views: Sequence[bool] = (),
 ) -> CallBytes:
     """Runs a call forward and backward inside ``meter.watching()``.
 
@@ -110,6 +111,8 @@ def measure_bytes(
         wanted: for each tensor among its outputs, whether the step gives it a gradient; by default all get one.
         as_views: for each tensor among its arguments, whether it has a gradient already, as a view of others' storage;
             by default none has. The view's bytes are not counted.
+        begins_with_views: for each tensor among its outputs, whether its gradient is a view of others' storage, which
+            outlives the backward; by default none is. The view's bytes are not counted.
     """
     owners, earlier_gradients = _ArgumentOwners(call), _EarlierGradients(call, as_views, gradients)
     attributes = made_attributes(call.module)
@@ -124,7 +127,9 @@ def measure_bytes(
     given, made = storages_of((args, kwargs)), storages_of(output)
     output_bytes = sum(meter.rounded(size) for key, size in made.items() if key not in given)
     storages = [tensor.untyped_storage() for tensor in tensors_in(output)]
-    seed = seeded(output, wanted)
+    owners_of = {id(t): torch.zeros_like(t) for t in compress(tensors_in(output), begins_with_views)}
+    owned_bytes = sum(meter.rounded(owner.nbytes) for owner in owners_of.values())
+    seed = seeded(output, wanted, owners_of)
     # The newest node runs first: autograd then has these gradients, and adds the unit's own.
     earlier = earlier_gradients.seed(args, kwargs, parameters)
     del output, args, kwargs
@@ -132,7 +137,7 @@ def measure_bytes(
     holds_outputs = tuple(storage._cdata not in given and num_owners(storage) > 1 for storage in storages)
     held = {storage._cdata: storage.nbytes() for storage in compress(storages, holds_outputs)}
     del storages
-    held_bytes = meter.live_bytes() - before - sum(map(meter.rounded, held.values()))
+    held_bytes = meter.live_bytes() - before - owned_bytes - sum(map(meter.rounded, held.values()))
     holds_arguments = owners.have_grown()
     if seed is None:
         return CallBytes(forward_peak, output_bytes, 0, (False,) * len(holds_outputs), 0, holds_arguments)
