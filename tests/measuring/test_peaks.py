@@ -211,6 +211,17 @@ def with_a_leaf(self: Any, x: Tensor) -> Tensor:
     return self.b((self.a(x) * noise).tanh())
 
 
+class Wide(nn.Module):
+    """Its backward peaks when it has used the gradient of its output up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sin().reshape(ROWS, 5, 40).sum(1)
+
+
 class Residual(nn.Module):
     """Gives its argument a gradient with the first operation of its backward, and again with the last."""
 
@@ -278,6 +289,11 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", EXACT)
 def test_exact(name: str) -> None:
     check_exact(EXACT[name]())
+
+
+def test_a_gradient_that_a_skip_reads_too_is_not_freed_by_the_unit_that_reads_it_first() -> None:
+    model = Body(residual(torch.add), **around() | {"c": Wide()})
+    check_exact(model, units=["a", "b", "c", "d"])
 
 
 def test_a_leaf_that_is_no_parameter() -> None:

@@ -37,12 +37,12 @@ def measured(
     recipe: Recipe = KEEP,
     gradients: Gradients = Gradients.NONE,
     needs_grad: bool = True,
-    as_views: Sequence[bool] = (),
+    **views: Sequence[bool],
 ) -> CallBytes:
     meter = CpuMeter()
     args = args or (torch.randn(4, 6, requires_grad=needs_grad),)
     with meter.watching():
-        return measure_bytes(call_of(module, *args), recipe, meter, gradients=gradients, as_views=as_views)
+        return measure_bytes(call_of(module, *args), recipe, meter, gradients=gradients, **views)
 
 
 class Body(nn.Module):
@@ -139,6 +139,18 @@ class TestMlp:
         first = measured(nn.Tanh())
         assert first.backward_peak_bytes == 2 * X
         assert measured(nn.Tanh(), as_views=(True,)) == first
+
+    def test_an_output_s_gradient_that_is_a_view_is_not_counted(self) -> None:
+        own = measured(nn.Tanh())
+        view = measured(nn.Tanh(), begins_with_views=(True,))
+        assert view == replace(own, backward_peak_bytes=X)
+
+    def test_a_backward_that_peaks_when_it_has_used_the_output_s_gradient_up(self) -> None:
+        """Of the sine's backward: its result, a cosine, and the gradient that it reads."""
+        body = Body(lambda self, x: x.repeat(1, 8).sin().reshape(4, 8, 6).sum(1))
+        own, view = measured(body), measured(body, begins_with_views=(True,))
+        assert own == view
+        assert own.backward_peak_bytes == 3 * 8 * X
 
     def test_frozen_parameters_get_no_gradient(self) -> None:
         cost = measured(nn.Linear(6, 10).requires_grad_(False))
