@@ -29,7 +29,7 @@ __all__ = [
     "tightest",
 ]
 
-_MANY_UNITS = 140
+_MANY_UNITS = 120
 """With more units `select` is asked too: `chain` rounds bytes more coarsely there. By `chain` alone, made-up steps took
 longer by at most 0.01 % up to 120 units, by up to 1.07 % at 140 and by up to 1.50 % from 160 to 300 units:
 benchmarks/results/planning_select_chain_cpu-x86_64_202611.md."""
