@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 from recoup.auditing import Audit, audit_step
 from recoup.budgets import read_budget
 from recoup.devices.meter import device_of, make_meter
+from recoup.devices.processes import num_processes
 from recoup.engines import ModelPlan, apply, plan, remove
+from recoup.engines.racing import Candidate, Race, race
+from recoup.engines.real_steps import RealSteps
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError, UnitError
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
@@ -24,9 +28,11 @@ from recoup.model.replace_forward import install, installed
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, parts_of, split_units
+from recoup.plans.learning import learn, learned_plan, priced
 from recoup.plans.model_plan import tightest
 from recoup.plans.profile import Profile
 from recoup.plans.refusal import refusal
+from recoup.plans.rivals import plan_with_rivals
 from recoup.plans.usable_bytes import smallest_budget
 from recoup.progress import note
 from recoup.report.table import to_text
@@ -87,6 +93,7 @@ def fit(
     accumulates: bool = False,
     holds_output: bool | None = None,
     verify: bool = True,
+    race: bool = True,
     insist: bool = False,
 ) -> Fitted:
     """Makes a model's training step fit a budget, in place, at the least cost in time.
@@ -108,6 +115,9 @@ def fit(
             ``output = model(x); loss_of(output).backward()``, or not, as with ``model(**batch).loss.backward()``.
             Unless given, plans are made for a loop that has it and, only where that does not fit, for one that has not.
         verify: run a real step under the plan and compare it with the prediction, the budget and the plain step.
+        race: time the plan against others that fit, such as recomputing every unit, in turn on real steps; keep the
+            fastest, and correct the profile's seconds by what was measured. It goes with ``verify``, and is left out
+            where several processes train together, since all of them have to run the same plan.
         insist: let units be replayed that the audit finds unsafe.
 
     Raises:
@@ -131,7 +141,9 @@ def fit(
     budget_bytes = read_budget(budget, model, training.given)
     if not model.training:
         warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
-    fitting = _Fitting(training, accumulates=accumulates, holds_output=holds_output, insist=insist)
+    fitting = _Fitting(
+        training, accumulates=accumulates, holds_output=holds_output, insist=insist, races=race and verify
+    )
     earlier = installed(model)
     try:
         chosen, audit, verification = fitting.run(units, budget_bytes, verifies=verify)
@@ -171,7 +183,7 @@ def plan_to_fit(
     Raises:
         BudgetError: nothing fits.
     """
-    fitting = _Fitting(step, accumulates=accumulates, holds_output=None, insist=False)
+    fitting = _Fitting(step, accumulates=accumulates, holds_output=None, insist=False, races=False)
     return fitting.run(units, budget_bytes, verifies=False)[0]
 
 
@@ -185,7 +197,13 @@ class _Fitting:
     """One fit."""
 
     def __init__(
-        self, step: TrainingStep, *, accumulates: bool, holds_output: bool | None, insist: bool
+        self,
+        step: TrainingStep,
+        *,
+        accumulates: bool,
+        holds_output: bool | None,
+        insist: bool,
+        races: bool,
     ) -> None:
         if holds_output is not None and step.step is not None:
             raise SampleError(
@@ -193,6 +211,8 @@ class _Fitting:
             )
         self.step = step
         self.accumulates, self.holds_output, self.insist = accumulates, holds_output, insist
+        # Processes that train together have to run the same plan, in the same number of steps.
+        self.races = races and num_processes() == 1
 
     def run(
         self, units: Units | Iterable[Units] | None, budget_bytes: int, *, verifies: bool
@@ -209,12 +229,12 @@ class _Fitting:
             tried.append((profile, audit))
             note("planning", 0, 1)
             try:
-                chosen = plan(profile, budget_bytes)
+                chosen, rivals = self._plan(profile, budget_bytes)
             except BudgetError:
                 continue
             if not verifies:
                 return chosen, audit, None
-            if (verified := self._verify(chosen)) is not None:
+            if (verified := self._verify(chosen, rivals)) is not None:
                 return verified[0], audit, verified[1]
         least = sorted(
             ((tightest(profile), audit) for profile, audit in tried), key=lambda one: smallest_budget(one[0])
@@ -278,23 +298,32 @@ class _Fitting:
         split = split_units(root, list(units.values()), some)
         return split if len(split) > len(names) else None
 
-    def _verify(self, chosen: ModelPlan) -> tuple[ModelPlan, Verification] | None:
-        """Verifies; where a real step passes the budget, plans again with the bytes that the prediction missed."""
+    def _plan(self, profile: Profile, budget_bytes: int) -> tuple[ModelPlan, list[Candidate]]:
+        """The plan, and who races against it."""
+        if not self.races:
+            return plan(profile, budget_bytes), []
+        chosen, rivals = plan_with_rivals(profile, budget_bytes)
+        return chosen, [Candidate(name, rival) for name, rival in rivals]
+
+    def _verify(self, chosen: ModelPlan, rivals: list[Candidate]) -> tuple[ModelPlan, Verification] | None:
+        """Races and verifies; where a real step passes the budget, plans again with the bytes that were missed."""
         for _ in range(_MOST_ROUNDS):
-            seen = self._try(chosen)
+            steps = RealSteps(self.step, chosen.profile)
+            ran = race(steps, [Candidate("the planner's choice", chosen), *rivals])
+            seen = self._try(ran.winner, ran)
             if isinstance(seen, Verification):
-                return chosen, seen
+                return (_learned(ran) if rivals else ran.winner), seen
             try:
-                chosen = plan(_with_surprise(chosen, seen), chosen.budget_bytes)
+                chosen, rivals = self._plan(_with_surprise(chosen, seen), chosen.budget_bytes)
             except BudgetError:
                 break
         return None
 
-    def _try(self, chosen: ModelPlan) -> Verification | int:
+    def _try(self, chosen: ModelPlan, ran: Race | None = None) -> Verification | int:
         """The verification of a plan or, where a real step passes the budget, that step's peak in bytes."""
         apply(self.step.model, chosen)
         try:
-            return verify_step(self.step, chosen)
+            return verify_step(self.step, chosen, ran)
         except OverBudgetError as error:
             return error.peak_bytes
 
@@ -316,3 +345,12 @@ def _with_surprise(chosen: ModelPlan, peak_bytes: int) -> Profile:
     problem = chosen.profile.problem
     learned = problem.with_resident(problem.resident_bytes + max(0, surprise))
     return replace(chosen.profile, problem=learned)
+
+
+def _learned(ran: Race) -> ModelPlan:
+    """The plan that won, predicted by a profile that has learned from all steps of the race."""
+    profile, plain_s = ran.winner.profile, ran.plain.seconds if ran.plain else None
+    laps = sorted(ran.laps, key=lambda one: one[0].plan is not ran.winner)
+    steps = [(candidate.plan.schedule.schedule, lap.seconds) for candidate, lap in laps]
+    ended = [(schedule, seconds) for schedule, seconds in steps if seconds < math.inf]
+    return learned_plan(ran.winner, priced(profile, learn(profile, ended, plain_s)))

@@ -13,7 +13,7 @@ from recoup.measuring.problem.costs import StepCosts
 from recoup.measuring.problem.lifetimes import encode
 from recoup.measuring.problem.positions import positions_of
 from recoup.model.conditions import Conditions
-from recoup.model.recipe import KEEP
+from recoup.model.recipe import KEEP, Recipe
 from recoup.plans.profile import Profile, ProfiledUnit
 
 __all__ = ["Measured"]
@@ -78,6 +78,16 @@ class Measured:
                     tuple(option.recipe for option in costs.options[position.call]),
                     self.unsafe.get(position.name, ""),
                     num_parts=len(list(module.children())),
+                    num_stored=tuple(
+                        _num_stored(option.recipe, position.seen.num_saved)
+                        for option in costs.options[position.call]
+                    ),
                 )
             )
         return tuple(units)
+
+
+def _num_stored(recipe: Recipe, num_saved: Mapping[str, int]) -> int:
+    """Tensors that a recipe's replays store, given those that a unit (``""``) and the modules inside it save."""
+    inside = sum(num_saved.get(name, 0) for name in recipe.inner)
+    return inside + num_saved[""] if recipe.whole or recipe == KEEP else inside

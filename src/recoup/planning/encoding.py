@@ -17,6 +17,7 @@ from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.solvers import SOLVERS
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound
+from recoup.planning.solvers.baselines import BY_HAND
 from recoup.planning.solvers.bounds import relaxed_bound
 
 __all__ = [
@@ -152,7 +153,8 @@ def decode_plan(body: Any, *, shared: tuple[Problem, Any] | None = None) -> Plan
 
 def _check_claims(plan: Plan) -> None:
     """Refuses claims that cannot be true of the plan's schedule; those of a solver's own class are not proven again."""
-    own_class = {solver.name: solver.schedules for solver in SOLVERS}.get(plan.solver)
+    classes = {BY_HAND: ALL_SCHEDULES} | {solver.name: solver.schedules for solver in SOLVERS}
+    own_class = classes.get(plan.solver)
     if own_class is None:
         raise EncodingError(f"The plan's 'solver' is {plan.solver!r}, and there is no such solver.")
     budget_bytes, bound = plan.budget_bytes, plan.bound

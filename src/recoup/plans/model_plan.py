@@ -25,6 +25,7 @@ __all__ = [
     "frontier",
     "minimum_budget",
     "plan",
+    "plan_with_less",
     "span_name",
     "tightest",
 ]
@@ -175,20 +176,33 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
     Raises:
         BudgetError: nothing fits; it names the smallest budget, as predicted, and the unit that sets it.
     """
-    budget_bytes = read_share(budget, profile.device_bytes)
+    return plan_with_less(profile, read_share(budget, profile.device_bytes))[0]
+
+
+def plan_with_less(
+    profile: Profile, budget_bytes: int, less_bytes: int | None = None
+) -> tuple[ModelPlan, ModelPlan | None]:
+    """As `plan`, and the plan for a smaller budget: it fits, too; ``None`` where nothing fits that.
+
+    Raises:
+        BudgetError: nothing fits the larger budget.
+    """
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
         raise refusal(tightest(profile), budget_bytes)
     most_bytes = usable_bytes(budget_bytes, profile)
     session = _session(profile.problem)
-    least = None
+    smallest_bytes = max(session.smallest_bytes, floor)
     # Measured seconds may lead below the smallest budget, which is known without them.
-    if most_bytes < max(session.smallest_bytes, floor):
+    if most_bytes < smallest_bytes:
         least = tightest(profile)
         if least.predicted_bytes > most_bytes:
             raise refusal(least, budget_bytes)
-    chosen = least or ModelPlan(profile, session.plan(most_bytes), budget_bytes)
-    return replace(chosen, budget_bytes=budget_bytes)
+        return replace(least, budget_bytes=budget_bytes), None
+    chosen = ModelPlan(profile, session.plan(most_bytes), budget_bytes)
+    if less_bytes is None or usable_bytes(less_bytes, profile) < smallest_bytes:
+        return chosen, None
+    return chosen, ModelPlan(profile, session.plan(usable_bytes(less_bytes, profile)), budget_bytes)
 
 
 def _session(problem: planning.Problem) -> Session:

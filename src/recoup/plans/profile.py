@@ -25,6 +25,8 @@ class ProfiledUnit:
         recipes: in the order of the problem's options.
         unsafe: why it is kept whatever the budget; empty if it may be replayed.
         num_parts: how many modules it calls, into which it could be split.
+        num_stored: by recipe, how many tensors its replays store; of keeping, those of a replay of the whole unit.
+            Empty if that is not known.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ProfiledUnit:
     recipes: tuple[Recipe, ...]
     unsafe: str = ""
     num_parts: int = 0
+    num_stored: tuple[int, ...] = ()
 
     @property
     def is_code(self) -> bool:
@@ -104,14 +107,17 @@ class Profile:
     output_names: str = ""
     conditions: Conditions | None = None
 
-    @cached_property
-    def plain(self) -> Simulation:
+    @property
+    def plain_schedule(self) -> Schedule:
         """The step with everything kept, as it would run without recoup."""
         last = len(self.units) - 1
         keep = [Forward(index, keep=Keep.OPTION, option=0) for index in range(last + 1)]
-        return simulate(
-            self.problem, Schedule([*keep, *(Backward(index, option=0) for index in range(last, -1, -1))])
-        )
+        return Schedule([*keep, *(Backward(index, option=0) for index in range(last, -1, -1))])
+
+    @cached_property
+    def plain(self) -> Simulation:
+        """What that step takes."""
+        return simulate(self.problem, self.plain_schedule)
 
     @property
     def plain_bytes(self) -> int:

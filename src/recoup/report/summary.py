@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recoup.engines.racing import Finisher
 from recoup.engines.verify import Verification
 from recoup.plans.model_plan import ModelPlan
-from recoup.report.numbers import format_share
+from recoup.report.numbers import format_seconds, format_share
 from recoup.report.subject import Subject
 from recoup.sizes import format_bytes
 
@@ -68,7 +70,20 @@ class Summary:
     @property
     def notes(self) -> list[str]:
         """What is to be known about the figures, in sentences."""
-        return list(dict.fromkeys([*self.plan.notes, *(self.seen.notes if self.seen else ())]))
+        seen = (*self.seen.notes, *_raced(self.seen.race)) if self.seen else ()
+        return list(dict.fromkeys([*self.plan.notes, *seen]))
+
+
+def _raced(race: Sequence[Finisher]) -> list[str]:
+    """What was raced, in a sentence or two."""
+    if not race:
+        return []
+    laps = [
+        f"{one.name} {format_seconds(one.seconds)} (predicted {format_seconds(one.predicted_s)}"
+        f"{', kept' if one.is_kept else ''})"
+        for one in race
+    ]
+    return [f"Raced on real steps, in turn: {'; '.join(laps)}. Predicted seconds are corrected by these."]
 
 
 def summarize(subject: Subject) -> Summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -95,6 +96,7 @@ class SeenCall:
         output_numbers: of the storages of all tensors among its outputs, in their order; None for what is resident.
         saved_arguments: those of its arguments that its own graph saves.
         saved_inside: by modules directly inside it, bytes that their graphs save.
+        num_saved: by the same modules, how many tensors their graphs save; by ``""``, those of the whole call.
         gradients: of its outputs, by storage.
         argument_gradients: of its arguments, by storage.
         given_parameters: bytes of the gradients of parameters among its arguments, by their identity.
@@ -119,6 +121,7 @@ class SeenCall:
     output_numbers: tuple[int | None, ...]
     saved_arguments: frozenset[int]
     saved_inside: dict[str, int]
+    num_saved: dict[str, int]
     gradients: Storages
     argument_gradients: Storages
     given_parameters: dict[int, int]
@@ -313,8 +316,10 @@ class _Looker(Visitor):
         inside: dict[nn.Module, Storages] = {}
         current: list[nn.Module] = []
         in_place: set[nn.Module] = set()
+        num_saved = Counter[nn.Module]()
 
         def note(tensor: Tensor) -> None:
+            num_saved.update([call.module, *current[:1]])
             if tensor.layout is not torch.strided:
                 return
             storage = tensor.untyped_storage()
@@ -352,6 +357,7 @@ class _Looker(Visitor):
                 tuple(map(self.numbers.of_tensor, tensors_in(output))),
                 frozenset(self._saved_arguments),
                 saved_inside,
+                {"": num_saved[call.module], **{names[module]: num_saved[module] for module in called}},
                 self.numbers.gradients(output),
                 self.numbers.gradients(given),
                 {

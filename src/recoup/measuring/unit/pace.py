@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from recoup.devices.meter import Meter, Timing
+from recoup.devices.processes import num_processes
 from recoup.measuring.unit.one_unit import CallSeconds, CallTiming
 from recoup.model.step import TrainingStep
 from recoup.tensors import needing_gradient
@@ -107,7 +108,7 @@ def time_plain_step(step: TrainingStep, meter: Meter, plain_bytes: int) -> Timin
         meter: of the device.
         plain_bytes: that the step allocates beside what is allocated already.
     """
-    if step.step is not None or _num_processes() > 1 or plain_bytes > meter.free_bytes():
+    if step.step is not None or num_processes() > 1 or plain_bytes > meter.free_bytes():
         return None
     trained = needing_gradient(list(step.model.parameters()))
 
@@ -129,8 +130,3 @@ def time_plain_step(step: TrainingStep, meter: Meter, plain_bytes: int) -> Timin
         meter.make_room()
         return None
     return Timing(min(timing.device_s for timing in timings), min(timing.host_s for timing in timings))
-
-
-def _num_processes() -> int:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_distributed else 1

@@ -21,6 +21,7 @@ from recoup.planning.solvers.base import PERSISTENT_SCHEDULES, Candidate, Prepar
 
 __all__ = [
     "BASELINES",
+    "BY_HAND",
     "REPLAY",
     "Baseline",
     "actions_for",
@@ -33,6 +34,8 @@ __all__ = [
     "sqrt_segments",
 ]
 
+#: What a plan names as its solver if a person could have made it.
+BY_HAND = "by hand"
 #: A choice that keeps a unit's input only.
 REPLAY = -1
 

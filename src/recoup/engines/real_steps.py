@@ -1,0 +1,156 @@
+"""Real steps of a model, as it stands or plainly: their memory, their seconds, their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from recoup.checkpointing.sampling import sampling
+from recoup.devices.meter import Meter, Timing, device_of, make_meter
+from recoup.engines.drift import deterministically
+from recoup.engines.recording import Points, record
+from recoup.errors import ReplayMismatchError, VerificationError
+from recoup.model.caches import CachelessForward, without_caches
+from recoup.model.replace_forward import installed, suspended
+from recoup.model.step import TrainingStep
+from recoup.plans.profile import Profile
+
+__all__ = ["RealSteps", "Recorded"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The memory of one step.
+
+    Attributes:
+        peak_bytes: of the whole step, the optimizer's step included.
+        points: bytes of the whole step over the recorded step's own seconds.
+    """
+
+    peak_bytes: int
+    points: Points
+
+
+class RealSteps:
+    """Steps of a model, run without a trace.
+
+    Args:
+        step: to run.
+        profile: of that step: what lives beside it, and what its caller holds.
+    """
+
+    def __init__(self, step: TrainingStep, profile: Profile) -> None:
+        self.step, self.profile = step, profile
+        self.device = device_of(step.model, step.given)
+        self.meter: Meter = make_meter(self.device)
+        self._knows_writes = False
+
+    def plain_fits(self) -> bool:
+        """Whether the device has room for the plain step beside what lives already."""
+        needed_bytes = self.profile.plain_bytes - self.profile.residents.total_bytes
+        return needed_bytes < self.meter.free_bytes()
+
+    def is_cacheless(self) -> bool:
+        """Whether the plan has switched a cache off."""
+        return any(one.has_switched for one in _caches_off(self.step.model))
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Steps without the plan, with the caches off that it switches off."""
+        model = self.step.model
+        cacheless = without_caches(model) if _caches_off(model) else nullcontext()
+        with suspended(model), cacheless:
+            yield
+
+    def record(self) -> Recorded:
+        """The memory of a step; its replays are compared with their forwards.
+
+        Raises:
+            VerificationError: a replay differs from its forward.
+        """
+        residents = self.profile.residents
+        # Once is enough, whatever the plan: it does not change what a step writes to.
+        finding = nullcontext() if self._knows_writes else self.step.finding_writes()
+        with self.step.preserved(), finding:
+            self._settle()
+            torch.clear_autocast_cache()
+            with self.meter.watching():
+                live_bytes = self.meter.begin()
+                # Tracked, since a step of the user's may free these gradients and make others.
+                self._prepare()
+                lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
+                # Comparing takes memory too, on some devices: this is the most that a step may need.
+                with sampling("always"):
+                    try:
+                        recorded = record(self.meter, self._run)
+                    except ReplayMismatchError as error:
+                        raise VerificationError(f"{error}\nRun recoup.audit on the model.") from None
+        self._knows_writes = True
+        peak_bytes = max(recorded.peak_bytes + lived_bytes, residents.optimizer_peak_bytes)
+        points = tuple((time_s, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
+        return Recorded(peak_bytes, points)
+
+    @contextmanager
+    def timing(self) -> Iterator[Callable[[], Timing]]:
+        """A block in which steps can be timed, by the function that it gives."""
+        # A step of the user's may do something else each time: all begin from the same state.
+        differ = self.step.changes_parameters
+
+        def time_step() -> Timing:
+            with self.step.preserved() if differ else nullcontext():
+                self._prepare()
+                return self.meter.time_step(self._run)
+
+        with nullcontext() if differ else self.step.preserved():
+            yield time_step
+
+    def results(self, see: Callable[[Tensor], T], names: Sequence[str] | None = None) -> dict[str, T]:
+        """What ``see`` makes of the gradients after a step, and of the parameters where a step may change them."""
+        return deterministically(lambda: self._after_step(see, names))
+
+    def _after_step(self, see: Callable[[Tensor], T], names: Sequence[str] | None) -> dict[str, T]:
+        found: dict[str, Tensor] = {}
+        with self.step.preserved():
+            self._prepare()
+            self._run()
+            for name, parameter in self.step.model.named_parameters():
+                if parameter.grad is not None:
+                    found[name] = parameter.grad
+                if self.step.changes_parameters:
+                    found[f"{name} (after the step)"] = parameter
+            return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
+
+    def _settle(self) -> None:
+        """Lets an optimizer inside the step allocate its state, which counts as resident."""
+        if self.step.changes_parameters:
+            self._run()
+            for parameter in self.step.model.parameters():
+                parameter.grad = None
+
+    def _prepare(self) -> None:
+        has_gradients = self.profile.accumulates or self.step.leaves_gradients
+        for parameter in self.step.model.parameters():
+            parameter.grad = None
+            if has_gradients and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _run(self) -> None:
+        if self.step.step is not None:
+            self.step.step()
+            return
+        output, loss = self.step.forward()
+        if not self.profile.holds_output:
+            output = None
+        loss.backward()
+        del output
+
+
+def _caches_off(model: nn.Module) -> list[CachelessForward]:
+    return [one for one in installed(model) if isinstance(one, CachelessForward)]

@@ -1,0 +1,97 @@
+"""What people do by hand, as plans: every unit recomputed, or the first few."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection
+
+from recoup.errors import ScheduleError
+from recoup.model.recipe import RECOMPUTE
+from recoup.planning import Bound, Plan, Schedule, simulate
+from recoup.planning.solvers.base import ALL_SCHEDULES
+from recoup.planning.solvers.baselines import BY_HAND, REPLAY, one_option_each
+from recoup.planning.solvers.bounds import relaxed_bound
+from recoup.plans.model_plan import ModelPlan
+from recoup.plans.profile import Profile
+from recoup.plans.usable_bytes import usable_bytes
+
+__all__ = ["first_units", "plan_by_hand", "recomputable_units", "recomputing", "usual_plans"]
+
+_LARGE = 0.1
+
+
+def recomputable_units(profile: Profile) -> list[int]:
+    """The units that can be recomputed as a whole."""
+    return [index for index in range(len(profile.units)) if _way(profile, index)]
+
+
+def recomputing(profile: Profile, units: Collection[int]) -> Schedule:
+    """Some units recomputed, each as a whole and by itself; the others kept."""
+    chosen = set(units)
+    choices = [_way(profile, index) if index in chosen else 0 for index in range(len(profile.units))]
+    return one_option_each(profile.problem, choices)
+
+
+def _way(profile: Profile, index: int) -> int:
+    """How a unit is recomputed as a whole: under its option for that, or by a forward again; 0 if it cannot be."""
+    unit = profile.units[index]
+    if RECOMPUTE in unit.recipes:
+        return unit.recipes.index(RECOMPUTE)
+    return REPLAY if len(unit.recipes) > 1 and not profile.problem.units[index].runs_once else 0
+
+
+def plan_by_hand(profile: Profile, schedule: Schedule, budget_bytes: int | None = None) -> ModelPlan:
+    """A schedule as a plan, under a budget or under its own peak.
+
+    Raises:
+        ScheduleError: the schedule is not legal for this step.
+    """
+    predicted = simulate(profile.problem, schedule)
+    most_bytes = predicted.peak_bytes
+    if budget_bytes is not None:
+        most_bytes = max(most_bytes, usable_bytes(budget_bytes, profile))
+    least_s = min(relaxed_bound(profile.problem, most_bytes).seconds, predicted.seconds)
+    bound = Bound(least_s, schedules=ALL_SCHEDULES)
+    found = Plan(profile.problem, most_bytes, schedule, BY_HAND, bound, predicted)
+    return ModelPlan(profile, found, most_bytes if budget_bytes is None else budget_bytes)
+
+
+def usual_plans(profile: Profile, budget_bytes: int) -> list[tuple[str, ModelPlan]]:
+    """The usual recipes that are predicted to fit: recompute all large units, or the first few, as few as fit.
+
+    Large units are what people checkpoint, such as a decoder's layers but not its embedding: those of which a recompute
+    frees at least a tenth of what it frees of the largest.
+    """
+    freed = {index: _freed_bytes(profile, index) for index in recomputable_units(profile)}
+    units = [index for index, size in freed.items() if size > 0 and size >= _LARGE * max(freed.values())]
+
+    def plan(count: int) -> ModelPlan:
+        return plan_by_hand(profile, recomputing(profile, units[:count]), budget_bytes)
+
+    def fits(count: int) -> bool:
+        return plan(count).predicted_bytes <= usable_bytes(budget_bytes, profile)
+
+    try:
+        # More of them need less, except for a few bytes here and there.
+        fewest = bisect_left(range(len(units) + 1), True, lo=1, hi=len(units), key=fits) if units else 0
+        named = {
+            fewest: f"recompute the {first_units(fewest, 'large ')}",
+            len(units): "recompute every large unit",
+        }
+        return [(name, plan(count)) for count, name in named.items() if count and fits(count)]
+    except ScheduleError:
+        return []
+
+
+def _freed_bytes(profile: Profile, index: int) -> int:
+    options, way = profile.problem.units[index].options, _way(profile, index)
+    return options[0].held_bytes - (0 if way == REPLAY else options[way].held_bytes)
+
+
+def first_units(count: int, size: str = "") -> str:
+    """So many units in words.
+
+    >>> first_units(1), first_units(3, "large ")
+    ('first unit', 'first 3 large units')
+    """
+    return f"first {size}unit" if count == 1 else f"first {count} {size}units"

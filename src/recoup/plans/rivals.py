@@ -1,0 +1,59 @@
+"""Plans that may be faster than the chosen one, if predicted seconds are wrong: who takes part in a race."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recoup.plans.by_hand import usual_plans
+from recoup.plans.model_plan import ModelPlan, plan_with_less
+from recoup.plans.profile import Profile
+from recoup.plans.tree import Item, Leaf
+from recoup.sizes import format_bytes
+
+__all__ = ["plan_with_rivals", "rivals_of"]
+
+_MOST_RIVALS = 2
+_MOST_SLOWER = 1.15
+"""A rival that is predicted to take more than this many times the plan's seconds is not worth a step."""
+_SMALLER = 8
+"""The smaller budget has so much less room: a share of what the budget leaves beside parameters and optimizer."""
+_MOST_S = 5.0
+"""Longer steps are not raced: where a step takes seconds the host hardly matters, and a race takes minutes."""
+
+
+def plan_with_rivals(profile: Profile, budget_bytes: int) -> tuple[ModelPlan, list[tuple[str, ModelPlan]]]:
+    """The plan for a budget, and its rivals.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    less_bytes = budget_bytes - max(0, budget_bytes - profile.residents.total_bytes) // _SMALLER
+    plan, smaller = plan_with_less(profile, budget_bytes, less_bytes)
+    named = [] if smaller is None else [(f"the plan for {format_bytes(less_bytes)}", smaller)]
+    return plan, rivals_of(plan, named)
+
+
+def rivals_of(plan: ModelPlan, others: Sequence[tuple[str, ModelPlan]] = ()) -> list[tuple[str, ModelPlan]]:
+    """A few plans for the same budget, with their names: the usual recipes, or others.
+
+    Those that are predicted to be the fastest; of plans that do the same work, one; none for a plan that keeps
+    everything.
+    """
+    if plan.keeps_everything or plan.predicted_s > _MOST_S:
+        return []
+    rivals = {_work(plan): ("", plan)}
+    for name, rival in [*usual_plans(plan.profile, plan.budget_bytes), *others]:
+        if rival.predicted_s <= _MOST_SLOWER * plan.predicted_s:
+            rivals.setdefault(_work(rival), (name, rival))
+    return sorted(list(rivals.values())[1:], key=lambda named: named[1].predicted_s)[:_MOST_RIVALS]
+
+
+def _work(plan: ModelPlan) -> tuple[str, ...]:
+    """What a plan does to which kinds of units: plans that do the same to other units of a kind take as long."""
+    return tuple(sorted(_describe(plan, item) for item in plan.items))
+
+
+def _describe(plan: ModelPlan, item: Item) -> str:
+    if isinstance(item, Leaf):
+        return f"{plan.profile.units[item.unit].kind} {plan.recipe(item).name}"
+    return f"({', '.join(_describe(plan, part) for part in item.items)})"
