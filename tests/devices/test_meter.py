@@ -57,7 +57,7 @@ def test_the_device_is_timed_without_the_host(meter: Meter) -> None:
     """Operations on nothing: the host is busy with them, the device hardly."""
     unit = nn.Sequential(*(nn.LayerNorm(8) for _ in range(40))).cuda()
     call = call_of(unit, torch.randn(8, 8, device="cuda", requires_grad=True))
-    timing = time_call(call, KEEP, meter, repeats=3, warm_up=1)
+    timing = time_call(call, [KEEP], meter, repeats=3, warm_up=1)[KEEP]
     assert timing.forward.host_s > 0
     assert timing.forward.device_s < timing.forward.host_s
     assert timing.backward.device_s < timing.backward.host_s

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,3 +150,27 @@ def test_medians() -> None:
     parts = [lambda: None, lambda: None]
     assert Clock().time(lambda: parts, repeats=3, warm_up=1) == [(3.0, 0.0), (4.0, 0.0)]
     assert Clock().time(lambda: parts) == [(1.0, 0.0), (1.0, 0.0)]
+
+
+def test_runs_in_turn() -> None:
+    """A busy moment in the second round slows both down, and counts for neither."""
+
+    class Clock(CpuMeter):
+        now_s = 0.0
+
+        def stamp(self) -> float:
+            return self.now_s
+
+    clock, order = Clock(), ""
+
+    def run(name: str, seconds: float) -> list[Callable[[], None]]:
+        def part() -> None:
+            nonlocal order
+            order += name
+            clock.now_s += seconds * (10 if len(order) in (3, 4) else 1)
+
+        return [part]
+
+    timed = clock.time_in_turn([partial(run, "a", 1.0), partial(run, "b", 2.0)], repeats=2, warm_up=1)
+    assert order == "ababab"
+    assert timed == [[(1.0, 0.0)], [(2.0, 0.0)]]

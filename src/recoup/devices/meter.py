@@ -115,6 +115,12 @@ class Meter(ABC):
                 self._stamped(make_run())
             return [Timing(seconds, 0.0) for seconds in self._medians(make_run, repeats)]
 
+    def time_in_turn(
+        self, runs: Sequence[Callable[[], Parts]], *, repeats: int = 1, warm_up: int = 0
+    ) -> list[list[Timing]]:
+        """Times several kinds of runs that will be compared; returns what `time` does, for each of them."""
+        return [self.time(make_run, repeats=repeats, warm_up=warm_up) for make_run in runs]
+
     def _medians(self, make_run: Callable[[], Parts], repeats: int) -> list[float]:
         runs = [self._stamped(make_run()) for _ in range(repeats)]
         times = [[self.elapsed_s(first, second) for first, second in pairwise(stamps)] for stamps in runs]
@@ -178,6 +184,13 @@ class CpuMeter(Meter):
     def begin(self) -> int:
         self.tracker.reset_peak()
         return self.live_bytes()
+
+    def time_in_turn(
+        self, runs: Sequence[Callable[[], Parts]], *, repeats: int = 1, warm_up: int = 0
+    ) -> list[list[Timing]]:
+        """Round by round, and the fastest of each counts: a busy moment of the host slows down one round of all."""
+        rounds = [[self.time(make_run) for make_run in runs] for _ in range(warm_up + repeats)]
+        return [[min(part) for part in zip(*own, strict=True)] for own in zip(*rounds, strict=True)]
 
     def fill_queue(self, seconds: float = _QUEUE_S) -> None:
         """A host has no queue."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -283,8 +282,8 @@ class Measurement:
     ) -> tuple[list[CodeSeconds], dict[_Kind, dict[Recipe, CallTiming]]]:
         def measure(call: UnitCall) -> dict[Recipe, CallTiming]:
             seen = self.calls[call.index]
-            time = partial(time_call, repeats=effort.repeats, warm_up=effort.warm_up, wanted=seen.wanted)
-            return {recipe: time(call, recipe, self.meter) for recipe in sizes[seen.cost_key]}
+            recipes, repeats, warm_up = list(sizes[seen.cost_key]), effort.repeats, effort.warm_up
+            return time_call(call, recipes, self.meter, repeats=repeats, warm_up=warm_up, wanted=seen.wanted)
 
         with self._inner_forwards():
             code_s, found = self.passes.visit(set(timed.values()), measure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -225,14 +226,14 @@ def forward_and_backward(
 
 def time_call(
     call: UnitCall,
-    recipe: Recipe,
+    recipes: Sequence[Recipe],
     meter: Meter,
     *,
     repeats: int,
     warm_up: int,
     wanted: Sequence[bool] | None = None,
-) -> CallTiming:
-    """Times a call outside ``meter.watching()``: medians of several runs in a row."""
-    return CallTiming(
-        *meter.time(lambda: forward_and_backward(call, recipe, wanted), repeats=repeats, warm_up=warm_up)
-    )
+) -> dict[Recipe, CallTiming]:
+    """Times a call under several recipes, in turn, outside ``meter.watching()``."""
+    runs = [partial(forward_and_backward, call, recipe, wanted) for recipe in recipes]
+    timings = meter.time_in_turn(runs, repeats=repeats, warm_up=warm_up)
+    return {recipe: CallTiming(*timing) for recipe, timing in zip(recipes, timings, strict=True)}
