@@ -100,15 +100,14 @@ class RealSteps:
     @contextmanager
     def timing(self) -> Iterator[Callable[[], Timing]]:
         """A block in which steps can be timed, by the function that it gives."""
-        # A step of the user's may do something else each time: all begin from the same state.
-        differ = self.step.changes_parameters
 
         def time_step() -> Timing:
-            with self.step.preserved() if differ else nullcontext():
+            # A step of the user's may do something else each time: all begin with the same counters.
+            with self.step.repeated() if self.step.changes_parameters else nullcontext():
                 self._prepare()
                 return self.meter.time_step(self._run)
 
-        with nullcontext() if differ else self.step.preserved():
+        with self.step.preserved():
             yield time_step
 
     def results(self, see: Callable[[Tensor], T], names: Sequence[str] | None = None) -> dict[str, T]:

@@ -93,6 +93,13 @@ class TrainingStep:
             writes=self.writes,
         )
 
+    def repeated(self) -> AbstractContextManager[None]:
+        """Inside `preserved`, a block that runs the step once of several times: the next begins with the same counters.
+
+        What the step trains goes on, so that nothing as large is copied for every run.
+        """
+        return preserving(self.model, reached=self.reached)
+
     @contextmanager
     def plain(self) -> Iterator[None]:
         """As `preserved`, with the model as it runs without a plan, and without key-value caches."""
