@@ -31,7 +31,7 @@ __all__ = ["Candidate", "Finisher", "Lap", "Race", "race", "take_turns", "time_a
 _MOST_ROUNDS = 5
 _FEWEST_ROUNDS = 2
 """Of a race: in one round nobody can be faster in most."""
-_ENOUGH_S = {"cpu": 1.0, "cuda": 0.15}
+_ENOUGH_S = {"cpu": 0.5, "cuda": 0.15}
 """Steps are timed until they add up to this: longer steps hardly vary, least of all on a GPU."""
 _BUSY_SHARE = 0.8
 """A host that is busy for more of a step than this may set its pace."""
