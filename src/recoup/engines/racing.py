@@ -25,6 +25,7 @@ from recoup.engines.real_steps import RealSteps, Recorded
 from recoup.engines.recording import Points
 from recoup.errors import RecoupError
 from recoup.plans.model_plan import ModelPlan
+from recoup.progress import note
 
 __all__ = ["Candidate", "Finisher", "Lap", "Race", "race", "take_turns", "time_as_it_stands"]
 
@@ -169,6 +170,7 @@ def _applied(model: nn.Module, plan: ModelPlan) -> Iterator[None]:
 def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
     candidates, ways = [candidate for candidate, _ in entries], [way for _, way in entries]
     plan = candidates[0].plan
+    note("verifying", 0, 2)
     with ways[0]():
         recorded = steps.record()
     if recorded.peak_bytes > plan.budget_bytes:

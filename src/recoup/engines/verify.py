@@ -69,7 +69,6 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
         VerificationError: a gradient differs from the plain step's, though plain steps agree with each other.
     """
     steps = RealSteps(step, plan.profile)
-    note("verifying", 0, 2)
     if race is None:
         race = time_as_it_stands(steps, plan)
     lap, plain = race.winning, race.plain

@@ -20,8 +20,8 @@ from recoup.plans.profile import Profile, ProfiledUnit
 
 __all__ = ["Pricing", "learn", "learned_plan", "priced"]
 
-_KEPT = 3.0
-"""Weight of the plan that is kept, beside other steps."""
+_SHOWN = 3.0
+"""Weight of the steps that the report shows, those of the kept plan and of the plain step, beside those of rivals."""
 _DOUBT = 0.03
 """Weight, beside measured steps, of the predicted plain step where it was not measured; and of equal factors."""
 
@@ -48,15 +48,15 @@ def learn(profile: Profile, steps: Sequence[tuple[Schedule, float]], plain_s: fl
 
     Args:
         profile: by which their seconds were predicted.
-        steps: the schedules that ran, and the seconds that each took. The first, that of the plan that is kept, counts
-            most.
+        steps: the schedules that ran, and the seconds that each took. The first is that of the plan that is
+            kept.
         plain_s: seconds of the plain step; ``None`` if that was not run.
     """
     from scipy.optimize import nnls
 
     plain, predicted_s = profile.plain_schedule, profile.plain.seconds
-    known = [(ran, seconds, 1.0 if index else _KEPT) for index, (ran, seconds) in enumerate(steps)]
-    known.append((plain, plain_s, 1.0) if plain_s else (plain, predicted_s, _DOUBT))
+    known = [(ran, seconds, 1.0 if index else _SHOWN) for index, (ran, seconds) in enumerate(steps)]
+    known.append((plain, plain_s, _SHOWN) if plain_s else (plain, predicted_s, _DOUBT))
     # Predictions are linear in the pricing: each of its numbers by itself gives a column.
     columns = [priced(profile, Pricing(*(float(n == index) for n in range(4)))).problem for index in range(4)]
     rows = [
