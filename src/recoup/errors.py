@@ -20,6 +20,7 @@
     │   ├── LossError                  a loss that is no scalar or needs no gradient
     │   ├── UnitError                  units that the model does not have or never calls
     │   ├── ApplyError                 a plan that does not belong to the model
+    │   ├── CaptureError               a unit that the compiler cannot capture
     │   ├── HardwareError              hardware that is not known, or a damaged file of it
     │   └── VerificationError          a real step that changes a gradient
     │       └── OverBudgetError          or that passes the budget
@@ -42,6 +43,7 @@ from __future__ import annotations
 __all__ = [
     "ApplyError",
     "BudgetError",
+    "CaptureError",
     "ChainError",
     "CheckpointError",
     "CommandError",
@@ -146,6 +148,10 @@ class UnitError(FitError, ValueError):
 
 class ApplyError(FitError, ValueError):
     """A plan that does not belong to the model it is applied to."""
+
+
+class CaptureError(FitError, RuntimeError):
+    """A unit that torch's compiler cannot capture in one graph."""
 
 
 class HardwareError(FitError, ValueError):

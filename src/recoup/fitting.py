@@ -95,6 +95,7 @@ def fit(
     verify: bool = True,
     race: bool = True,
     insist: bool = False,
+    engine: str = "eager",
 ) -> Fitted:
     """Makes a model's training step fit a budget, in place, at the least cost in time.
 
@@ -119,6 +120,7 @@ def fit(
             fastest, and correct the profile's seconds by what was measured. It goes with ``verify``, and is left out
             where several processes train together, since all of them have to run the same plan.
         insist: let units be replayed that the audit finds unsafe.
+        engine: ``"eager"``, or ``"captured"`` or ``"compiled"``.
 
     Raises:
         BudgetError: nothing fits; it names the smallest feasible budget, which a real step showed to hold where one
@@ -142,7 +144,12 @@ def fit(
     if not model.training:
         warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
     fitting = _Fitting(
-        training, accumulates=accumulates, holds_output=holds_output, insist=insist, races=race and verify
+        training,
+        accumulates=accumulates,
+        holds_output=holds_output,
+        insist=insist,
+        races=race and verify,
+        engine=engine,
     )
     earlier = installed(model)
     try:
@@ -204,6 +211,7 @@ class _Fitting:
         holds_output: bool | None,
         insist: bool,
         races: bool,
+        engine: str = "eager",
     ) -> None:
         if holds_output is not None and step.step is not None:
             raise SampleError(
@@ -213,6 +221,7 @@ class _Fitting:
         self.accumulates, self.holds_output, self.insist = accumulates, holds_output, insist
         # Processes that train together have to run the same plan, in the same number of steps.
         self.races = races and num_processes() == 1
+        self.engine = engine
 
     def run(
         self, units: Units | Iterable[Units] | None, budget_bytes: int, *, verifies: bool
@@ -277,7 +286,7 @@ class _Fitting:
                 yield measured.profile(False), audit
 
     def _measure(self, units: Units | Iterable[Units] | None) -> tuple[Measured, Audit]:
-        measurement = begin_measurement(self.step, units=units)
+        measurement = begin_measurement(self.step, units=units, engine=self.engine)
         audit = audit_step(self.step, measurement.units, only=measurement.distinct_calls)
         unsafe = {} if self.insist else audit.unsafe
         return measure_step(measurement, accumulates=self.accumulates, unsafe=unsafe), audit

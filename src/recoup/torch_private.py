@@ -7,8 +7,11 @@ private attributes of torch's objects. ``tests/test_torch_private.py`` tells whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch._subclasses.fake_tensor
@@ -48,6 +51,17 @@ WithoutDispatch = torch._C._DisableTorchDispatch
 WithoutTransforms = torch._C._DisableFuncTorch
 without_modes = torch.utils._python_dispatch._disable_current_modes
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+
+class WatchingMode(TorchDispatchMode):
+    """A mode that only watches operations: compiled code runs as compiled under it, and not eagerly."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by the compiler."""
+        return True
+
+
 
 # The function modes of a forward stand around its replay too; a default device is one of them, and a global beside.
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
@@ -93,6 +107,96 @@ flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math
 local_scalar: Any = torch.ops.aten._local_scalar_dense.default
+
+
+# The compiler is imported when a unit is first captured: that takes a second.
+def min_cut_partition(*args: Any, **kwargs: Any) -> Any:
+    """Cuts a joint graph where operations are marked, which nothing public does.
+
+    Attention counts as random even without dropout, and would run again with the generator's state wound back: recoup
+    marks no operation to be run again that draws.
+    """
+    from torch._functorch import partitioners
+
+    with patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False):
+        return partitioners.min_cut_rematerialization_partition(*args, **kwargs)
+
+
+def default_partition(*args: Any, **kwargs: Any) -> Any:
+    """Cuts a joint graph so that nothing is recomputed."""
+    from torch._functorch import partitioners
+
+    return partitioners.default_partition(*args, **kwargs)
+
+
+def backend_of_operations(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile` that runs operations as captured, cut by ``partition``."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def as_captured(module: torch.fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(  # type: ignore[no-any-return, no-untyped-call]
+        fw_compiler=as_captured, bw_compiler=as_captured, partition_fn=partition
+    )
+
+
+def partitioner_base() -> Any:
+    """The class of what cuts joint graphs for generated code; its `uuid` is part of the keys of all caches."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    return CustomPartitionerFn
+
+
+def backend_of_generated_code(partitioner: Any) -> Callable[..., Any]:
+    """A backend of `torch.compile` that generates code, cut by ``partitioner``."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def compile(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        with config.patch(custom_partitioner_fn=partitioner):
+            return compile_fx(module, inputs)
+
+    return compile
+
+
+_ALLOCATE = "empty_strided_cpu"
+
+
+@contextmanager
+def allocations_seen(see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Shows what generated code allocates on the CPU, which it does without an operation."""
+    cache = sys.modules.get("torch._inductor.codecache")
+    loaded = [] if cache is None else [one for one in cache.PyCodeCache.modules if hasattr(one, _ALLOCATE)]
+    before = [getattr(module, _ALLOCATE) for module in loaded]
+
+    def allocate(*args: Any) -> Tensor:
+        made: Tensor = before[0](*args)
+        see(made)
+        return made
+
+    for module in loaded:
+        setattr(module, _ALLOCATE, allocate)
+    try:
+        yield
+    finally:
+        for module, original in zip(loaded, before, strict=True):
+            setattr(module, _ALLOCATE, original)
+
+
+def graphs_uncached() -> Any:
+    """A context in which joint graphs are made anew, so that a partitioner sees them; generated code is still cached."""
+    from torch._functorch import config
+
+    return config.patch(enable_autograd_cache=False)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What the compiler raises where it cannot capture code."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
 
 
 def assume_constant_result(method: _Method) -> _Method:

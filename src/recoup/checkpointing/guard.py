@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.torch_private import TorchDispatchMode, tree_iter
+from recoup.torch_private import WatchingMode, tree_iter
 
 __all__ = ["StaleGuard", "unguarded"]
 
@@ -32,7 +32,7 @@ def unguarded() -> Iterator[None]:
         _off.value = before
 
 
-class StaleGuard(TorchDispatchMode):
+class StaleGuard(WatchingMode):
     """Raises ``refuse(tensor)`` when an operation is given one of the stale tensors, or a view of one.
 
     A function often reaches more than it reads: all layers of a model, of which it runs one. With an optimizer that

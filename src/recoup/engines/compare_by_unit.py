@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -46,7 +46,7 @@ def compare_units(step: TrainingStep, plan: ModelPlan) -> Compared:
         VerificationError: something differs; it names unit and parameter.
     """
     recipes = {plan.profile.units[leaf.unit].name: plan.recipe(leaf) for leaf in leaves_of(plan.items)}
-    modules = units_by_module(step.model, plan)
+    modules = units_by_module(step.model, plan.profile)
     inner = {
         module.get_submodule(name)
         for module, units in modules.items()
@@ -74,15 +74,15 @@ class _Comparer(Visitor):
     def _compare(self, call: UnitCall) -> None:
         recipe = self.recipes.get(call.name, KEEP)
         # A unit inside a segment is replayed under a recipe that may keep: then the segment's own replay is the same.
-        recipe = Recipe(whole=True, inner=recipe.inner)
+        recipe, kept = replace(recipe, whole=True), recipe.kept
         self.compared.num_units += 1
         try:
-            plain = deterministically(lambda: _results(call, KEEP))
+            plain = deterministically(lambda: _results(call, kept))
             replayed = deterministically(lambda: _results(call, recipe))
             found = drift_between(plain, replayed)
             if not found:
                 return
-            own = drift_between(plain, deterministically(lambda: _results(call, KEEP)))
+            own = drift_between(plain, deterministically(lambda: _results(call, kept)))
         except torch.OutOfMemoryError:
             self.compared.skipped.append(call.name)
             return

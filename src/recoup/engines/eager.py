@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -18,15 +19,16 @@ from recoup.model.caches import CachelessForward, cached_models
 from recoup.model.checks import check_model
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, InnerForward, Recipe
-from recoup.model.replace_forward import StandIn, install, installed, uninstall
+from recoup.model.replace_forward import StandIn, install, installed, suspended, uninstall
 from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
 from recoup.model.units import Units
 from recoup.planning import Backward
 from recoup.plans.model_plan import ModelPlan
-from recoup.plans.tree import Item, Segment, leaves_of
+from recoup.plans.profile import Profile
+from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 from recoup.policies import Policy
 
-__all__ = ["apply", "is_applied", "remove", "units_by_module"]
+__all__ = ["apply", "is_applied", "kept", "remove", "units_by_module"]
 
 
 class _Engine(Nesting):
@@ -178,7 +180,7 @@ def apply(
         modes: dict[nn.Module, bool] = {}
     else:
         _refuse_more(plan, units=units, sample=sample, costs=costs)
-        modules = units_by_module(model, plan)
+        modules = units_by_module(model, plan.profile)
         profile = plan.profile
         recipes = {index: unit.recipes for index, unit in enumerate(profile.units)}
         watch = Watch(
@@ -187,14 +189,47 @@ def apply(
         engine = _Engine(plan.items, recipes, watch)
         modes = {module: _mode(model, module, profile.conditions) for module in modules}
     remove(model)
+    keeps_all = not _planned_units(engine)
+    _install(
+        model, engine, modules, modes, switches_caches=isinstance(plan, ModelPlan) or not keeps_all
+    )
+    return model
+
+
+@contextmanager
+def kept(model: nn.Module, profile: Profile) -> Iterator[None]:
+    """Runs a model with everything kept for the time of a ``with`` block, on the kernels that a plan would use."""
+    modules = units_by_module(model, profile)
+    recipes: dict[int, tuple[Recipe, ...]] = {
+        index: (unit.recipes[0].kept,) for index, unit in enumerate(profile.units)
+    }
+    items = [Leaf(unit, 0) for unit in recipes]
+    engine = _Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))
+    with suspended(model):
+        modes = {module: _mode(model, module, profile.conditions) for module in modules}
+        _install(model, engine, modules, modes, switches_caches=False)
+        try:
+            yield
+        finally:
+            for stand_in in installed(model):
+                uninstall(stand_in.module, stand_in.original)
+
+
+def _install(
+    model: nn.Module,
+    engine: _Engine,
+    modules: dict[nn.Module, list[int]],
+    modes: dict[nn.Module, bool],
+    *,
+    switches_caches: bool,
+) -> None:
     planned = _planned_units(engine)
     _install_units(model, engine, modules, modes, planned)
-    if planned or isinstance(plan, ModelPlan):
+    if switches_caches:
         for cached in cached_models(model):
             install(cached, CachelessForward(cached))
     if planned:
         install(model, _Root(engine, model))
-    return model
 
 
 def _install_units(
@@ -246,20 +281,20 @@ def _mode(model: nn.Module, unit: nn.Module, conditions: Conditions | None) -> b
     return conditions.training
 
 
-def units_by_module(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, list[int]]:
+def units_by_module(model: nn.Module, profile: Profile) -> dict[nn.Module, list[int]]:
     """The indices of a plan's units, by the modules of a model.
 
     Raises:
         ApplyError: the plan was made for another model.
     """
-    if type(model).__name__ != plan.profile.model:
+    if type(model).__name__ != profile.model:
         raise ApplyError(
-            f"The plan was made for a {plan.profile.model}, and this model is a {type(model).__name__}."
+            f"The plan was made for a {profile.model}, and this model is a {type(model).__name__}."
             " Measure and plan this model."
         )
     modules: dict[str, nn.Module] = {}
     found: dict[nn.Module, list[int]] = {}
-    for index, unit in enumerate(plan.profile.units):
+    for index, unit in enumerate(profile.units):
         if unit.module is None:
             continue
         what = repr(unit.module)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.engines.drift import deterministically
+from recoup.engines.eager import kept
 from recoup.engines.recording import Points, record
 from recoup.errors import ReplayMismatchError, VerificationError
 from recoup.model.caches import CachelessForward, without_caches
@@ -61,13 +63,28 @@ class RealSteps:
         """Whether the plan has switched a cache off."""
         return any(one.has_switched for one in _caches_off(self.step.model))
 
+    @property
+    def is_generated(self) -> bool:
+        """Whether units run generated code, which rounds otherwise than eager code."""
+        recipes = [unit.recipes[0] for unit in self.profile.units]
+        return any(recipe.kept.cut is not None for recipe in recipes)
+
     @contextmanager
     def plainly(self) -> Iterator[None]:
-        """Steps without the plan, with the caches off that it switches off."""
+        """Steps without the plan, with the caches off that it switches off; generated code stays generated."""
         model = self.step.model
-        cacheless = without_caches(model) if _caches_off(model) else nullcontext()
-        with suspended(model), cacheless:
+        with self._cacheless(), kept(model, self.profile) if self.is_generated else suspended(model):
             yield
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """The same without generated code."""
+        with self._cacheless(), suspended(self.step.model):
+            yield
+
+    def _cacheless(self) -> AbstractContextManager[None]:
+        model = self.step.model
+        return without_caches(model) if _caches_off(model) else nullcontext()
 
     def record(self) -> Recorded:
         """The memory of a step; its replays are compared with their forwards.
@@ -112,7 +129,9 @@ class RealSteps:
 
     def results(self, see: Callable[[Tensor], T], names: Sequence[str] | None = None) -> dict[str, T]:
         """What ``see`` makes of the gradients after a step, and of the parameters where a step may change them."""
-        return deterministically(lambda: self._after_step(see, names))
+        run = partial(self._after_step, see, names)
+        # Generated code would be compiled once more under other settings.
+        return run() if self.is_generated else deterministically(run)
 
     def _after_step(self, see: Callable[[Tensor], T], names: Sequence[str] | None) -> dict[str, T]:
         found: dict[str, Tensor] = {}
@@ -127,8 +146,8 @@ class RealSteps:
             return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
 
     def _settle(self) -> None:
-        """Lets an optimizer inside the step allocate its state, which counts as resident."""
-        if self.step.changes_parameters:
+        """Lets an optimizer inside the step allocate its state, which counts as resident, and the compiler compile."""
+        if self.step.changes_parameters or self.profile.is_captured:
             self._run()
             for parameter in self.step.model.parameters():
                 parameter.grad = None

@@ -23,6 +23,8 @@ from recoup.torch_private import ConvNd
 __all__ = ["Verification", "verify_step"]
 
 _MOST_PLAIN_STEPS = 3
+_ROUNDING = 0.05
+"""Generated code does not make gradients differ by more than this, other than by other random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
         gradients, drifting = _unit_by_unit(compared), tuple(compared.drifting)
     else:
         drifting = _compare(steps, prints, plain_prints)
-        gradients = _in_words(drifting)
+        gradients = _in_words(drifting) + (_against_eager(steps) if steps.is_generated else "")
     if steps.is_cacheless():
         gradients += " to a step with use_cache off"
     return Verification(
@@ -115,6 +117,16 @@ def _unit_by_unit(compared: Compared) -> str:
         return "not compared, for lack of memory"
     skipped = f"; not compared for lack of memory: {', '.join(compared.skipped)}" if compared.skipped else ""
     return f"{_in_words(tuple(compared.drifting))}, unit by unit{skipped}"
+
+
+def _against_eager(steps: RealSteps) -> str:
+    """How far generated code is from eager code, in words."""
+    ours = steps.results(on_host)
+    with steps.eagerly():
+        eager = steps.results(on_host)
+    error = max((drift.relative_error for drift in drift_between(eager, ours)), default=0.0)
+    drawn = " (it draws other random numbers)" if error > _ROUNDING else ""
+    return f" to the compiled step with everything kept, relative error against eager up to {error:.2g}{drawn}"
 
 
 def _notes(steps: RealSteps) -> tuple[str, ...]:

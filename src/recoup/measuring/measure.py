@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from recoup.capture.seconds import OperationSeconds
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
-from recoup.errors import CheckpointError, SampleError
+from recoup.errors import CaptureError, CheckpointError, SampleError
 from recoup.measuring.estimate import Hardware, check_ranks, faked, find_hardware, sharded, units_in_copy
 from recoup.measuring.measured import Measured
 from recoup.measuring.optimizer.cost import OptimizerCost, joint_cost, optimizer_cost
@@ -20,6 +21,7 @@ from recoup.measuring.residents import find_residents
 from recoup.measuring.stream.passes import Passes
 from recoup.measuring.stream.structure import SeenCall, Structure
 from recoup.measuring.stream.timing import time_inside
+from recoup.measuring.unit.captured import captured_recipes
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
 from recoup.measuring.unit.pace import USUAL_PACE, Pace, find_pace, time_plain_step
 from recoup.measuring.unit.recipes import Effort, useful_recipes
@@ -54,6 +56,7 @@ def measure(
     unsafe: Mapping[str, str] | None = None,
     hardware: Hardware | str | Path | None = None,
     ranks: int = 1,
+    engine: str = "eager",
 ) -> Profile:
     """Measures a model's training step, unit by unit: the plain step need not fit.
 
@@ -79,6 +82,8 @@ def measure(
         hardware: a GPU's name such as ``"H200"``, a file written by ``recoup hardware``, or figures of your own.
         ranks: with ``hardware``, over how many of them parameters, gradients and optimizer state are divided. The
             sample is one rank's.
+        engine: ``"eager"``; or ``"captured"`` or ``"compiled"``, where large units run as graphs that torch's compiler
+            captures, without or with generated code. What cannot be captured is measured as it runs eagerly.
 
     Raises:
         SampleError: the model does not take the sample, or has nothing to train; or, with ``hardware``, it needs the
@@ -109,16 +114,18 @@ def measure(
         raise SampleError(
             f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
-    measurement = begin_measurement(training, units=units)
+    measurement = begin_measurement(training, units=units, engine=engine)
     return measure_step(measurement, accumulates=accumulates, unsafe=unsafe).profile(holds_output)
 
 
-def begin_measurement(step: TrainingStep, *, units: Units | Iterable[Units] | None) -> Measurement:
+def begin_measurement(
+    step: TrainingStep, *, units: Units | Iterable[Units] | None, engine: str = "eager"
+) -> Measurement:
     """The first passes of `measure`: finds the units, and what passes between their calls."""
     meter = make_meter(device_of(step.model, step.given))
     with step.plain():
         cost = joint_cost(map(optimizer_cost, step.optimizers))
-        return Measurement(step, cost, meter, units)
+        return Measurement(step, cost, meter, units, engine)
 
 
 def measure_step(measurement: Measurement, *, accumulates: bool, unsafe: Mapping[str, str]) -> Measured:
@@ -163,8 +170,9 @@ class Measurement:
         optimizer: OptimizerCost,
         meter: Meter,
         wanted: Units | Iterable[Units] | None,
+        engine: str = "eager",
     ) -> None:
-        self.step, self.optimizer, self.meter = step, optimizer, meter
+        self.step, self.optimizer, self.meter, self.engine = step, optimizer, meter, engine
         _progress(0)
         self.passes = Passes(step, meter, wanted)
         self.allocated_bytes = meter.begin() if meter.sees_residents else 0
@@ -191,6 +199,7 @@ class Measurement:
         recipes = {
             kind: effort.recipes(calls[index], inside_s[index], unsafe) for kind, index in timed.items()
         }
+        uncaptured = self._capture(timed, recipes, effort) if self.engine != "eager" else {}
         _progress(3)
         sizes = self._measure_bytes(first, recipes, accumulates)
         _progress(4)
@@ -209,7 +218,7 @@ class Measurement:
         }
         options = tuple(
             tuple(
-                option for option in useful[seen.cost_key] if option.recipe == KEEP or seen.name not in unsafe
+                option for option in useful[seen.cost_key] if option.recipe.is_kept or seen.name not in unsafe
             )
             for seen in calls
         )
@@ -223,12 +232,35 @@ class Measurement:
         if conditions is not None:
             conditions = replace(conditions, stale_gradients=self.structure.has_stale)
         names = unit_names(step.model, self.units)
-        return Measured(step.model, self.meter, costs, unsafe, names, conditions)
+        return Measured(step.model, self.meter, costs, unsafe, names, conditions, uncaptured)
 
     def _time_inside(self, call: UnitCall) -> dict[str, float]:
         modules = self.passes.inside[call.module]
         time_inside(call, modules, self.meter)  # warm-up
         return time_inside(call, modules, self.meter)
+
+    def _capture(
+        self, timed: Mapping[_Kind, int], recipes: dict[_Kind, list[Recipe]], effort: Effort
+    ) -> dict[str, str]:
+        """Replaces recipes by those of captured units; returns, by unit name, why units could not be captured."""
+        seconds = OperationSeconds(self.meter)
+
+        def see(call: UnitCall) -> list[Recipe] | str:
+            try:
+                return captured_recipes(call, self.engine, seconds)
+            except CaptureError as error:
+                return str(error)
+
+        wanted = {index for index in timed.values() if self.calls[index].behaviour in effort.large}
+        _, found = self.passes.visit(wanted, see)
+        reasons: dict[str, str] = {}
+        for kind, index in timed.items():
+            result = found.get(index)
+            if isinstance(result, str):
+                reasons |= {seen.name: result for seen in self.calls if seen.cost_key == kind}
+            elif result is not None:
+                recipes[kind] = result if len(recipes[kind]) > 1 else result[:1]
+        return reasons
 
     def _measure_bytes(
         self, first: Mapping[_Kind, int], recipes: Mapping[_Kind, Sequence[Recipe]], accumulates: bool
@@ -240,7 +272,7 @@ class Measurement:
             tried = {recipe: self._try(call, recipe, gradients) for recipe in recipes[seen.cost_key]}
             return {recipe: cost for recipe, cost in tried.items() if cost is not None}
 
-        with self.meter.watching(), self._inner_forwards():
+        with self.meter.watching(), self._inner_forwards(recipes):
             _, found = self.passes.visit(first.values(), measure)
         for index, sizes in found.items():
             if not sizes:
@@ -267,7 +299,7 @@ class Measurement:
         except Exception:
             # A replay may raise what the forward did not: the unit changed something that it reads, such as a cache
             # among its arguments.
-            if recipe == KEEP:
+            if recipe.is_kept:
                 raise
         for parameter in self.step.model.parameters():
             parameter.grad = None
@@ -285,15 +317,17 @@ class Measurement:
             recipes, repeats, warm_up = list(sizes[seen.cost_key]), effort.repeats, effort.warm_up
             return time_call(call, recipes, self.meter, repeats=repeats, warm_up=warm_up, wanted=seen.wanted)
 
-        with self._inner_forwards():
+        with self._inner_forwards(sizes):
             code_s, found = self.passes.visit(set(timed.values()), measure)
         return code_s, {
             kind: {recipe: timing for recipe, timing in found[index].items() if recipe in sizes[kind]}
             for kind, index in timed.items()
         }
 
-    def _inner_forwards(self) -> Any:
-        modules = {module for inside in self.passes.inside.values() for module in inside}
+    def _inner_forwards(self, recipes: Mapping[_Kind, Iterable[Recipe]]) -> Any:
+        # Not in captured units: the compiler would capture these stand-ins too.
+        units = {seen.module for seen in self.calls if any(recipe.inner for recipe in recipes[seen.cost_key])}
+        modules = {module for unit in units for module in self.passes.inside[unit]}
         return intercepted({module: InnerForward(module) for module in modules})
 
     def _pace(
@@ -304,6 +338,7 @@ class Measurement:
         gradient_bytes: int,
     ) -> Pace:
         kinds = [seen.cost_key for seen in self.calls]
+        # Units by themselves would be captured, but the plain step is eager.
         if not all(KEEP in timings[kind] for kind in kinds):
             return USUAL_PACE
         kept = [sizes[kind][KEEP] for kind in kinds]
@@ -342,7 +377,8 @@ def _useful(
     pace: Pace,
     inside_s: Mapping[str, float],
 ) -> list[RecipeCosts]:
-    seconds = {recipe: pace.seconds(timing, timings.get(KEEP)) for recipe, timing in timings.items()}
+    keep = next((timing for recipe, timing in timings.items() if recipe.is_kept), None)
+    seconds = {recipe: pace.seconds(timing, keep) for recipe, timing in timings.items()}
     return useful_recipes({recipe: sizes[recipe] for recipe in seconds}, seconds, inside_s)
 
 

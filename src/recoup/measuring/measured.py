@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ class Measured:
         unsafe: by unit name, why it must be kept.
         names: of the units.
         conditions: what the model was called with.
+        uncaptured: by unit name, why a unit runs eagerly beside captured ones.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class Measured:
     unsafe: Mapping[str, str]
     names: Mapping[nn.Module, str]
     conditions: Conditions | None
+    uncaptured: Mapping[str, str] = field(default_factory=dict)
 
     def profile(self, holds_output: bool) -> Profile:
         """The profile for a loop that holds the model's output through the backward, or does not."""
@@ -82,6 +84,7 @@ class Measured:
                         _num_stored(option.recipe, position.seen.num_saved)
                         for option in costs.options[position.call]
                     ),
+                    uncaptured=self.uncaptured.get(position.name, ""),
                 )
             )
         return tuple(units)

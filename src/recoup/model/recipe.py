@@ -1,17 +1,18 @@
-"""The ways to run a unit in eager mode: which of the calls inside it, and whether the whole, are checkpointed."""
+"""The ways to run a unit: what of it is checkpointed, and whether it runs as a captured graph."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from recoup.capture.cut import Cut
 from recoup.checkpointing import Checkpoint
-from recoup.model.replace_forward import StandIn
+from recoup.model.replace_forward import StandIn, own_forward
 from recoup.model.tracing import is_recomputed_by_others
 
 __all__ = [
@@ -21,8 +22,8 @@ __all__ = [
     "MarkedCall",
     "Recipe",
     "checkpointed",
+    "fn_under",
     "run_recipe",
-    "with_marks",
 ]
 
 
@@ -33,6 +34,7 @@ class Recipe:
     Attributes:
         whole: whether the unit's call is checkpointed as a whole.
         inner: modules inside it whose calls are checkpointed, by their names relative to the unit.
+        cut: how it is cut into forward and backward, if it runs as a captured graph.
 
     >>> Recipe(whole=False, inner=("mlp", "norm")).name
     'recompute mlp, norm'
@@ -42,10 +44,25 @@ class Recipe:
 
     whole: bool = False
     inner: tuple[str, ...] = ()
+    cut: Cut | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nothing is recomputed but what the engine recomputes by itself."""
+        return not self.whole and not self.inner and (self.cut is None or self.cut.saves is None)
+
+    @property
+    def kept(self) -> Recipe:
+        """How the unit runs with everything kept and the same kernels: its results are bit-equal to those."""
+        if self.cut is None or self.cut.engine != "compiled":
+            return KEEP
+        return Recipe(cut=replace(self.cut, saves=None))
 
     @property
     def name(self) -> str:
         """Its name in plans and reports."""
+        if self.cut is not None:
+            return f"recompute, {self.cut.name}" if self.whole else self.cut.name
         if not self.inner:
             return "recompute" if self.whole else "keep"
         return ("recompute, then again " if self.whole else "recompute ") + ", ".join(self.inner)
@@ -85,11 +102,28 @@ class MarkedCall:
             _marked.modules = before
 
 
+class CutCall:
+    """A unit's forward as a captured graph."""
+
+    # Slots: a search for what the function can reach follows `__wrapped__` only.
+    __slots__ = ("__name__", "__self__", "__wrapped__", "cut")
+
+    def __init__(self, unit: nn.Module, fn: Callable[..., Any], cut: Cut) -> None:
+        self.__self__, self.__name__, self.__wrapped__ = unit, "forward", fn
+        self.cut = cut
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph."""
+        from recoup.capture.run import run_cut
+
+        return run_cut(self.cut, own_forward(self.__self__), args, kwargs)
+
+
 def run_recipe(
     recipe: Recipe, unit: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs a unit's forward under a recipe."""
-    run = with_marks(recipe, unit, fn)
+    run = fn_under(recipe, unit, fn)
     return checkpointed(run, args, kwargs) if recipe.whole else run(*args, **kwargs)
 
 
@@ -98,8 +132,10 @@ def checkpointed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return _CHECKPOINT(fn, *args, **kwargs) if args or kwargs else _CHECKPOINT(fn)()
 
 
-def with_marks(recipe: Recipe, unit: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A unit's forward with a recipe's inner modules checkpointed."""
+def fn_under(recipe: Recipe, unit: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A unit's forward as a recipe says, but for the checkpoint around the whole of it."""
+    if recipe.cut is not None:
+        return CutCall(unit, fn, recipe.cut)
     return MarkedCall(unit, fn, recipe.modules(unit)) if recipe.inner else fn
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from recoup import planning
 from recoup.budgets import read_share
-from recoup.model.recipe import KEEP, Recipe
+from recoup.model.recipe import Recipe
 from recoup.planning.plan import Session
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
@@ -87,7 +87,7 @@ class ModelPlan:
     @property
     def keeps_everything(self) -> bool:
         """Whether the plan is the plain step."""
-        return all(isinstance(item, Leaf) and self.recipe(item) == KEEP for item in self.items)
+        return all(isinstance(item, Leaf) and self.recipe(item).is_kept for item in self.items)
 
     def recipe(self, leaf: Leaf) -> Recipe:
         """How a unit runs."""
@@ -133,8 +133,8 @@ class ModelPlan:
             return self.recipe(item).name
         depth = _depth(item)
         if item.first == item.last:
-            inner = self.recipe(item.items[0]).inner if isinstance(item.items[0], Leaf) else ()
-            return Recipe(whole=True, inner=inner).name
+            recipe = self.recipe(item.items[0]) if isinstance(item.items[0], Leaf) else Recipe()
+            return replace(recipe, whole=True).name
         nested = f", nested {depth} deep" if depth > 1 else ""
         return f"segment of {item.last - item.first + 1}, recomputed together{nested}"
 

@@ -27,6 +27,7 @@ class ProfiledUnit:
         num_parts: how many modules it calls, into which it could be split.
         num_stored: by recipe, how many tensors its replays store; of keeping, those of a replay of the whole unit.
             Empty if that is not known.
+        uncaptured: why it runs eagerly beside captured units; empty if it is captured, or none is.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ProfiledUnit:
     unsafe: str = ""
     num_parts: int = 0
     num_stored: tuple[int, ...] = ()
+    uncaptured: str = ""
 
     @property
     def is_code(self) -> bool:

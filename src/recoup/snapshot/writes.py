@@ -21,7 +21,7 @@ from torch import Tensor
 
 from recoup.snapshot.tensor_values import HeldStorage
 from recoup.tensors import each_tensor, storages
-from recoup.torch_private import TorchDispatchMode
+from recoup.torch_private import WatchingMode
 
 __all__ = ["Writes"]
 
@@ -81,7 +81,7 @@ class Writes:
         return put_back
 
 
-class _CopyOnWrite(TorchDispatchMode):
+class _CopyOnWrite(WatchingMode):
     def __init__(self, known: Collection[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held: list[HeldStorage] = []

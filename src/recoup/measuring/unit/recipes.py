@@ -102,7 +102,7 @@ def useful_recipes(
         )
         for recipe in sizes
     ]
-    options.sort(key=lambda o: (o.recipe != KEEP, o.seconds.forward_s + o.seconds.backward_s))
+    options.sort(key=lambda o: (not o.recipe.is_kept, o.seconds.forward_s + o.seconds.backward_s))
     useful: list[RecipeCosts] = []
     for option in options:
         if not any(_needs_no_more(other.bytes, option.bytes) for other in useful):
@@ -114,11 +114,11 @@ def _plausible_seconds(
     seconds: Mapping[Recipe, CallSeconds], inside_s: Mapping[str, float]
 ) -> dict[Recipe, CallSeconds]:
     """Seconds without noise: a recipe that was measured to replay in no time gets a part of what it repeats."""
-    keep_s = seconds.get(KEEP, CallSeconds(0.0, 0.0))
+    keep_s = next((found for recipe, found in seconds.items() if recipe.is_kept), CallSeconds(0.0, 0.0))
     # All recipes of whole units have the same forward.
     whole_s = min((found.forward_s for recipe, found in seconds.items() if recipe.whole), default=0.0)
     plausible: dict[Recipe, CallSeconds] = {}
-    for recipe in sorted(seconds, key=lambda recipe: (recipe != KEEP, len(recipe.inner))):
+    for recipe in sorted(seconds, key=lambda recipe: (not recipe.is_kept, len(recipe.inner))):
         # What this recipe repeats beyond a simpler one: a nested recompute beyond the plain one.
         simpler_s = plausible.get(RECOMPUTE, keep_s) if recipe.whole and recipe.inner else keep_s
         repeated_s = sum(inside_s.get(name, 0.0) for name in recipe.inner)

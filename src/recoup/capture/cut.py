@@ -1,0 +1,34 @@
+"""A cut of a captured unit: which results of its operations the forward keeps for the backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which results of a captured unit's operations its forward keeps; its backward recomputes the rest.
+
+    Attributes:
+        engine: ``"captured"`` runs the operations as they were captured, ``"compiled"`` runs generated code.
+        graph: digest of the unit's graph, in which the names of operations are unique.
+        saves: the operations whose results are kept. ``None`` if the engine's own choice is: all that the backward
+            reads where operations run as captured, and torch's own cut where code is generated.
+
+    >>> Cut("captured", "a1b2", ("addmm", "gelu")).name
+    'captured, keeps 2 results'
+    """
+
+    engine: str
+    graph: str
+    saves: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in plans and reports."""
+        if self.saves is None:
+            return self.engine
+        results = "result" if len(self.saves) == 1 else "results"
+        return f"{self.engine}, keeps {len(self.saves)} {results}"

@@ -1,0 +1,203 @@
+"""The joint graph of a captured unit, forward and backward, as a graph of operations for the planner.
+
+NOTE [ What is a value, and what an operation ]
+    1. A value is a storage: views of a result are the same value, and cost nothing to make again.
+    2. What does not depend on a gradient of an output belongs to the forward. What the rest reads is needed.
+    3. Arguments and parameters live anyway, and so do the unit's outputs, which its caller has.
+    4. An operation that draws random numbers is never run again: its results are kept. A dropout counts as two
+       operations: one draws the mask, and the other makes the result from it, which can be made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from recoup.planning.graphs import Operation, OpGraph, evaluate_held
+
+__all__ = ["DROPOUT", "UnitGraph", "digest_of", "is_random", "masked_result"]
+
+DROPOUT = torch.ops.aten.native_dropout.default
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def is_random(node: Node) -> bool:
+    """Whether an operation draws random numbers; attention does so with dropout only."""
+    if _RANDOM not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def masked_result(node: Node) -> Node | None:
+    """The node of a dropout's result, which can be made again from its mask; None for everything else."""
+    if node.target is not DROPOUT or not 0.0 < node.args[1] < 1.0:  # type: ignore[operator]
+        return None
+    parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    return parts[0] if parts.keys() == {0, 1} and node.args[2] is not False else None
+
+
+def digest_of(graph: Graph) -> str:
+    """Identifies a joint graph by its operations, their arguments and shapes."""
+    lines = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        shape = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else ""
+        lines.append(f"{node.name} {node.target} {node.args} {node.kwargs} {shape}")
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+@dataclass
+class UnitGraph:
+    """A joint graph with its values numbered.
+
+    Attributes:
+        digest: identifies the graph.
+        nodes: the operations of the forward that allocate something, in order.
+        makers: for each value, the node whose result it is.
+        operations: what each of ``nodes`` reads and makes, with seconds of 0.
+        value_bytes: of each value.
+        needed: the values that the backward reads.
+        resident: the values that live anyway.
+        views: further nodes whose results are views of one value, with that value.
+    """
+
+    digest: str
+    nodes: list[Node] = field(repr=False)
+    makers: list[Node] = field(repr=False)
+    operations: list[Operation] = field(repr=False)
+    value_bytes: list[int] = field(repr=False)
+    needed: tuple[int, ...]
+    resident: tuple[int, ...]
+    views: dict[Node, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, graph: Graph, num_outputs: int) -> UnitGraph:
+        """Reads a joint graph whose first ``num_outputs`` outputs are the forward's."""
+        return _Reader(graph, num_outputs).read()
+
+    def to_planner(self, seconds_of: Callable[[Node], float]) -> OpGraph:
+        """The graph for the planner, with the seconds of its operations."""
+        operations = [
+            Operation(seconds_of(node), op.inputs, op.outputs, op.is_replayable)
+            for node, op in zip(self.nodes, self.operations, strict=True)
+        ]
+        return OpGraph(tuple(self.value_bytes), tuple(operations), self.needed, self.resident)
+
+    def names(self, values: Iterable[int]) -> tuple[str, ...]:
+        """The names of the operations that make some values, but for values that live anyway."""
+        resident = set(self.resident)
+        return tuple(self.makers[value].name for value in values if value not in resident)
+
+    def recomputed(self, saves: Iterable[str]) -> tuple[set[Node], set[Node]]:
+        """The nodes that are kept if the results named are, and those that the backward runs again, with their views.
+
+        Results that cannot be computed again are kept as well. Names that the graph does not have are left out.
+        """
+        wanted = set(saves)
+        held = {value for value, node in enumerate(self.makers) if node.name in wanted}
+        held |= {value for op in self.operations if not op.is_replayable for value in op.outputs}
+        again = evaluate_held(self.to_planner(lambda _: 0.0), held=held).recomputed
+        made = {value for index in again for value in self.operations[index].outputs}
+        views = {node for node, value in self.views.items() if value in made}
+        return {self.makers[value] for value in held}, views | {self.nodes[index] for index in again}
+
+
+class _Reader:
+    def __init__(self, graph: Graph, num_outputs: int) -> None:
+        self.graph = graph
+        outputs = graph.find_nodes(op="output")[0].args[0]
+        self.outputs = [node for node in outputs[:num_outputs] if isinstance(node, Node)]
+        self.value_of: dict[int, int] = {}
+        """Numbers of values by the identity of their storages."""
+        self.makers: list[Node] = []
+        self.value_bytes: list[int] = []
+
+    def read(self) -> UnitGraph:
+        later = _depending_on_tangents(self.graph)
+        nodes, operations = [], []
+        views: dict[Node, int] = {}
+        needed: set[int] = set()
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node not in later:
+                self._values(node)
+            elif node.op in ("call_function", "get_attr") and node not in later:
+                inputs = {value for read in node.all_input_nodes for value in self._values(read)}
+                outputs = [value for value in self._values(node) if value not in inputs]
+                made = tuple(value for value in outputs if self.makers[value] in (node, *node.users))
+                result = masked_result(node)
+                if result is not None:
+                    (mask,) = (value for value in made if self.makers[value] is not result)
+                    (made_of_it,) = (value for value in made if self.makers[value] is result)
+                    nodes += [node, result]
+                    operations.append(Operation(0.0, tuple(sorted(inputs)), (mask,), False))
+                    operations.append(Operation(0.0, (*sorted(inputs), mask), (made_of_it,)))
+                elif made and node.target is not operator.getitem:
+                    nodes.append(node)
+                    operations.append(Operation(0.0, tuple(sorted(inputs)), made, not is_random(node)))
+                elif len(values := self._values(node)) == 1 and self.makers[values[0]] is not node:
+                    views[node] = values[0]
+            elif node.op != "output":
+                reads = [read for read in node.all_input_nodes if read not in later]
+                needed |= {value for read in reads for value in self._values(read)}
+        resident = {
+            value for value, node in enumerate(self.makers) if node.op in ("placeholder", "get_attr")
+        }
+        resident |= {value for node in self.outputs if node not in later for value in self._values(node)}
+        return UnitGraph(
+            digest_of(self.graph),
+            nodes,
+            self.makers,
+            operations,
+            self.value_bytes,
+            tuple(sorted(needed)),
+            tuple(sorted(resident)),
+            views,
+        )
+
+    def _values(self, node: Node) -> list[int]:
+        """The values of a node's result, numbered when first met."""
+        found = []
+        for part, tensor in _tensors_of(node):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.value_of:
+                self.value_of[key] = len(self.makers)
+                self.makers.append(part)
+                self.value_bytes.append(_known_bytes(storage.nbytes()))
+            found.append(self.value_of[key])
+        return found
+
+
+def _tensors_of(node: Node) -> Iterator[tuple[Node, Tensor]]:
+    """The tensors of a result; those of a tuple by the nodes that take it apart."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        yield node, value
+    elif isinstance(value, (tuple, list)):
+        for user in node.users:
+            if user.target is operator.getitem and isinstance(user.meta.get("val"), Tensor):
+                yield user, user.meta["val"]
+
+
+def _known_bytes(num_bytes: Any) -> int:
+    """Bytes; 0 where a dimension is symbolic, when a cut is applied to sizes other than the sample's."""
+    return num_bytes if isinstance(num_bytes, int) else 0
+
+
+def _depending_on_tangents(graph: Graph) -> set[Node]:
+    """The nodes of the backward proper: those that depend on the gradient of an output."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or any(read in found for read in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,78 @@
+"""Cutting a unit's joint graph into forward and backward where a plan says."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from recoup.capture.cut import Cut
+from recoup.capture.graph import UnitGraph, is_random, masked_result
+from recoup.torch_private import default_partition, min_cut_partition
+
+__all__ = ["partition"]
+
+_REPEATED_DROPOUT = torch.ops.aten.native_dropout_backward.default
+
+
+def partition(
+    cut: Cut, joint: GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **given: Any
+) -> tuple[GraphModule, GraphModule]:
+    """The forward and the backward of a joint graph.
+
+    Every decision is forced on torch's partitioner, which prices pointwise work and random numbers wrongly: with its
+    own memory budget it draws random numbers a second time, and gradients are wrong.
+    """
+    own = _keep_all if cut.engine == "captured" else min_cut_partition
+    if cut.saves is None:
+        _keep_random(joint, num_fwd_outputs)
+        return own(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+    graph = UnitGraph.of(joint.graph, num_fwd_outputs)
+    kept, again = graph.recomputed(cut.saves)
+    dropped = {node for node in again if node.target is operator.getitem and masked_result(node.args[0]) is node}
+    again = again - dropped | {_made_again(joint, node) for node in dropped}
+    _mark(kept, CheckpointPolicy.MUST_SAVE)
+    _mark(again, CheckpointPolicy.MUST_RECOMPUTE)
+    return min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+
+
+def _made_again(joint: GraphModule, result: Node) -> Node:
+    """What makes a dropout's result from its input and its mask, instead of the dropout itself.
+
+    It has the same bits: the mask is 0 or 1, and the product is scaled once.
+    """
+    dropout: Node = result.args[0]  # type: ignore[assignment]
+    x, p, _ = dropout.args
+    mask = next(user for user in dropout.users if user.args[1] == 1)
+    later = max(result, mask)
+    with joint.graph.inserting_after(later):
+        again = joint.graph.call_function(_REPEATED_DROPOUT, (x, mask, 1.0 / (1.0 - p)))  # type: ignore[operator]
+    again.meta = dict(result.meta)
+    result.replace_all_uses_with(again)
+    joint.graph.erase_node(result)
+    return again
+
+
+def _keep_all(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> tuple[GraphModule, GraphModule]:
+    given.pop("compiler", None)
+    return default_partition(joint, inputs, **given)
+
+
+def _keep_random(joint: GraphModule, num_outputs: int) -> None:
+    graph = UnitGraph.of(joint.graph, num_outputs)
+    kept, _ = graph.recomputed(graph.names(graph.needed))
+    _mark({node for node in kept if _is_drawn(node)}, CheckpointPolicy.MUST_SAVE)
+
+
+def _is_drawn(node: Node) -> bool:
+    return is_random(node) or (node.target is operator.getitem and is_random(node.args[0]))  # type: ignore[arg-type]
+
+
+def _mark(nodes: set[Node], policy: CheckpointPolicy) -> None:
+    for node in nodes:
+        node.meta["recompute"] = policy
+        node.meta["ac_graph_id"] = 0

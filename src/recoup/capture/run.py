@@ -1,0 +1,125 @@
+"""Capturing a unit's forward, and running it under a cut.
+
+NOTE [ One function for each cut ]
+    torch's compiler keeps what it compiled with the code of the function that it compiled. Units of one kind share one
+    function for each cut, and so one compilation; two cuts have functions of their own, with code of their own, or they
+    would take turns in recompiling each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from recoup.capture.cut import Cut
+from recoup.capture.graph import UnitGraph
+from recoup.capture.partition import partition
+from recoup.errors import CaptureError, RecoupWarning
+from recoup.torch_private import (
+    backend_of_generated_code,
+    backend_of_operations,
+    compiler_errors,
+    graphs_uncached,
+)
+
+__all__ = ["capture", "graph_of", "run_cut"]
+
+_functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
+_graphs: dict[str, UnitGraph] = {}
+
+
+def _template(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return forward(module, *args, **kwargs)
+
+
+def capture(
+    engine: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> UnitGraph:
+    """The joint graph of a unit's forward and backward for some arguments.
+
+    The forward runs, under the engine's own cut.
+
+    Raises:
+        CaptureError: the compiler cannot capture the forward in one graph.
+    """
+    found: list[UnitGraph] = []
+
+    def see(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+        found.append(UnitGraph.of(joint.graph, num_fwd_outputs))
+        return partition(Cut(engine, ""), joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+
+    run = _compiled(Cut(engine, ""), see)
+    function, module = _unbound(forward)
+    try:
+        with graphs_uncached():
+            run(function, module, args, kwargs)
+    except compiler_errors() as error:
+        raise CaptureError(_reason(error)) from error
+    if not found:
+        raise CaptureError("nothing in it needs a gradient")
+    graph = _graphs.setdefault(found[-1].digest, found[-1])
+    _functions.setdefault((function, Cut(engine, graph.digest)), run)
+    return graph
+
+
+def graph_of(cut: Cut) -> UnitGraph | None:
+    """The graph that a cut is of, if it was captured in this process."""
+    return _graphs.get(cut.graph)
+
+
+def run_cut(cut: Cut, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a unit's forward under a cut.
+
+    Where the compiler cannot capture the call, as in a shape that it has not seen, it runs eagerly, with a warning.
+    """
+    function, module = _unbound(forward)
+    known = _functions.get((function, cut))
+    if known is None:
+        known = _functions[function, cut] = _compiled(cut, partial(partition, cut))
+    try:
+        return known(function, module, args, kwargs)
+    except compiler_errors() as error:
+        warn(
+            f"A unit of class {type(module).__name__} runs eagerly, and may take more memory than planned: torch's"
+            f" compiler could not capture this call ({_reason(error)}).",
+            RecoupWarning,
+            stacklevel=2,
+        )
+        return forward(*args, **kwargs)
+
+
+def _compiled(cut: Cut, partition: Callable[..., Any]) -> Callable[..., Any]:
+    code = _template.__code__.replace(co_name=f"unit_{len(_functions)}")
+    function = FunctionType(code, _template.__globals__, code.co_name)
+    if cut.engine == "compiled":
+        from recoup.capture.partitioner import Partitioner
+
+        backend = backend_of_generated_code(Partitioner(partition, cut.saves))
+    else:
+        backend = backend_of_operations(partition)
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def _unbound(forward: Any) -> tuple[Callable[..., Any], Any]:
+    """A method's function and its module; units of one class share the function."""
+    function = getattr(forward, "__func__", None)
+    return (function, forward.__self__) if function is not None else (_call_alone, forward)
+
+
+def _call_alone(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
