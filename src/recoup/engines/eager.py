@@ -19,8 +19,9 @@ from recoup.model.caches import CachelessForward, cached_models
 from recoup.model.checks import check_model
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, InnerForward, Recipe
-from recoup.model.replace_forward import StandIn, install, installed, suspended, uninstall
+from recoup.model.replace_forward import StandIn, install, installed, suspended, uninstall, uninstall_plan
 from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
+from recoup.model.uncompile import inner_model, recompile, uncompile
 from recoup.model.units import Units
 from recoup.planning import Backward
 from recoup.plans.model_plan import ModelPlan
@@ -172,6 +173,7 @@ def apply(
     >>> loss.backward()
     """
     check_model(model, ApplyError)
+    whole, model = model, inner_model(model)
     if isinstance(plan, Policy):
         found, items = arrange(model, plan, units=units, sample=sample, costs=costs)
         modules = {module: [index] for index, module in enumerate(found)}
@@ -188,12 +190,12 @@ def apply(
         )
         engine = _Engine(plan.items, recipes, watch)
         modes = {module: _mode(model, module, profile.conditions) for module in modules}
-    remove(model)
+    remove(whole)
+    if isinstance(plan, ModelPlan) and plan.profile.is_captured:
+        uncompile(whole)
     keeps_all = not _planned_units(engine)
-    _install(
-        model, engine, modules, modes, switches_caches=isinstance(plan, ModelPlan) or not keeps_all
-    )
-    return model
+    _install(model, engine, modules, modes, switches_caches=isinstance(plan, ModelPlan) or not keeps_all)
+    return whole
 
 
 @contextmanager
@@ -211,8 +213,7 @@ def kept(model: nn.Module, profile: Profile) -> Iterator[None]:
         try:
             yield
         finally:
-            for stand_in in installed(model):
-                uninstall(stand_in.module, stand_in.original)
+            uninstall_plan(model)
 
 
 def _install(
@@ -325,6 +326,7 @@ def _planned_units(engine: _Engine) -> dict[int, tuple[str, ...]]:
 
 def remove(model: nn.Module) -> nn.Module:
     """Removes the plan from a model, which is then as before; does nothing to a model without one."""
+    recompile(model)
     for stand_in in installed(model):
         uninstall(stand_in.module, stand_in.original)
     return model

@@ -12,7 +12,7 @@ from torch import nn
 
 from recoup.capture.cut import Cut
 from recoup.checkpointing import Checkpoint
-from recoup.model.replace_forward import StandIn, own_forward
+from recoup.model.replace_forward import StandIn
 from recoup.model.tracing import is_recomputed_by_others
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "checkpointed",
     "fn_under",
     "run_recipe",
+    "unwrapped",
 ]
 
 
@@ -116,7 +117,14 @@ class CutCall:
         """Runs the graph."""
         from recoup.capture.run import run_cut
 
-        return run_cut(self.cut, own_forward(self.__self__), args, kwargs)
+        return run_cut(self.cut, unwrapped(self.__wrapped__), args, kwargs)
+
+
+def unwrapped(fn: Any) -> Callable[..., Any]:
+    """A unit's own forward, without what recoup has put around it."""
+    while type(fn).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        fn = fn.__wrapped__
+    return fn  # type: ignore[no-any-return]
 
 
 def run_recipe(

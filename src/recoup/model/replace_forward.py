@@ -16,7 +16,7 @@ from torch import nn
 from recoup.errors import ApplyError
 from recoup.model.tracing import is_traced
 
-__all__ = ["StandIn", "install", "installed", "intercepted", "own_forward", "suspended", "uninstall"]
+__all__ = ["StandIn", "install", "installed", "intercepted", "own_forward", "suspended", "uninstall", "uninstall_plan"]
 
 _FORWARD = "forward"
 _REPLICATE = "_replicate_for_data_parallel"
@@ -43,6 +43,9 @@ class StandIn(ABC):
     It looks like the original forward: the same signature, name, documentation and code. Where the model is traced,
     exported, compiled or transformed, the original runs.
     """
+
+    is_planned = True
+    """Whether it belongs to a plan, and goes while the model runs plainly."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -149,12 +152,18 @@ def installed(model: nn.Module) -> list[StandIn]:
     return found
 
 
+def uninstall_plan(model: nn.Module) -> list[StandIn]:
+    """Uninstalls the stand-ins of a plan, and returns them in that order."""
+    found = [stand_in for stand_in in installed(model) if stand_in.is_planned]
+    for stand_in in found:
+        uninstall(stand_in.module, stand_in.original)
+    return found
+
+
 @contextmanager
 def suspended(model: nn.Module) -> Iterator[None]:
     """Uninstalls our stand-ins for the time of a ``with`` block."""
-    found = installed(model)
-    for stand_in in found:
-        uninstall(stand_in.module, stand_in.original)
+    found = uninstall_plan(model)
     try:
         yield
     finally:

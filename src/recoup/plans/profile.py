@@ -122,6 +122,11 @@ class Profile:
         return simulate(self.problem, self.plain_schedule)
 
     @property
+    def is_captured(self) -> bool:
+        """Whether units run as captured graphs."""
+        return any(recipe.cut is not None for unit in self.units for recipe in unit.recipes)
+
+    @property
     def plain_bytes(self) -> int:
         """Predicted peak of the plain step, the optimizer's step included."""
         return max(self.plain.peak_bytes, self.residents.optimizer_peak_bytes)

@@ -9,8 +9,7 @@ from torch.fx import Node
 from recoup.capture.options import cuts_of
 from recoup.capture.run import capture
 from recoup.measuring.unit.one_unit import forward_and_backward
-from recoup.model.recipe import Recipe
-from recoup.model.replace_forward import own_forward
+from recoup.model.recipe import Recipe, unwrapped
 from recoup.model.streaming import UnitCall
 
 __all__ = ["captured_recipes"]
@@ -25,7 +24,7 @@ def captured_recipes(call: UnitCall, engine: str, seconds_of: Callable[[Node], f
         CaptureError: the compiler cannot capture the unit.
     """
     args, kwargs, _ = call.fresh()
-    graph = capture(engine, own_forward(call.module), args, kwargs)
+    graph = capture(engine, unwrapped(call.fn), args, kwargs)
     recipes = [Recipe(cut=cut) for cut in cuts_of(graph, engine, seconds_of)]
     for recipe in recipes:
         for part in forward_and_backward(call, recipe):

@@ -1,0 +1,96 @@
+"""Modules that their user compiled, run eagerly while a plan is on them: units are then captured one by one.
+
+What `torch.compile` and `Module.compile` made comes back when the plan is removed. Copies of a model lose what
+``.compile()`` made, with or without recoup.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from recoup.model.replace_forward import StandIn, install
+from recoup.snapshot.own_code import is_compiled_function
+
+__all__ = ["inner_model", "is_compiled", "recompile", "uncompile"]
+
+_calls: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""What ``.compile()`` set on modules that now run eagerly."""
+_INNER = "_orig_mod"
+_CALL = "_compiled_call_impl"
+
+
+class EagerForward(StandIn):
+    """Stands in for a compiled forward: runs what was compiled, eagerly."""
+
+    is_planned = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.eager = _eager(module)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__" and "eager" in self.__dict__:
+            return self.eager
+        return super().__getattr__(name)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the eager forward."""
+        return self.eager(*args, **kwargs)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model, or a module in it, was compiled with torch's own backend."""
+    return any(_generates(compiled) for _, compiled in _compiled(model))
+
+
+def inner_model(model: Any) -> Any:
+    """What `torch.compile` was given, if it made this model; else the model itself."""
+    inner = getattr(model, "_modules", {}).get(_INNER)
+    return model if inner is None else inner
+
+
+def uncompile(model: nn.Module) -> None:
+    """Lets all that was compiled run eagerly, until `recompile`."""
+    for module, compiled in list(_compiled(model)):
+        if vars(module).get(_CALL) is compiled:
+            _calls[module] = compiled
+            module.__dict__[_CALL] = None
+        else:
+            install(module, EagerForward(module))
+
+
+def recompile(model: nn.Module) -> None:
+    """Brings back what ``.compile()`` made; stand-ins are removed with the plan."""
+    for module in model.modules():
+        if module in _calls:
+            module.__dict__[_CALL] = _calls.pop(module)
+
+
+def _compiled(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Modules with what torch.compile made of them."""
+    for module in model.modules():
+        if vars(module).get(_CALL) is not None:
+            yield module, vars(module)[_CALL]
+        forward = vars(module).get("forward")
+        if _INNER in module._modules or is_compiled_function(forward):
+            if not isinstance(forward, StandIn):
+                yield module, forward
+
+
+def _generates(compiled: Any) -> bool:
+    """Whether torch's own backend compiles it: that alone has settings."""
+    settings = getattr(compiled, "get_compiler_config", None)
+    return settings is not None and settings() is not None
+
+
+def _eager(module: nn.Module) -> Any:
+    inner = module._modules.get(_INNER)
+    if inner is not None:
+        return inner.__call__
+    original = vars(module)["forward"]._torchdynamo_orig_callable
+    return original if hasattr(original, "__self__") else MethodType(original, module)
