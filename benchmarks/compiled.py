@@ -217,7 +217,9 @@ def compare(bench: Bench, profile: Profile, peers: list[Contender], budget: int,
     try:
         plan = recoup.plan(profile, bench.fixed_bytes + budget)
     except BudgetError as error:
-        return f"| {budget / GIB:.2f} | {best.name if best else 'none fits'} | | does not fit: {error} | | | |"
+        return (
+            f"| {budget / GIB:.2f} | {best.name if best else 'none fits'} | | does not fit: {error} | | | |"
+        )
     bench.apply(plan)
     bench.step()
     peak = bench.activation_bytes()
@@ -233,9 +235,7 @@ def compare(bench: Bench, profile: Profile, peers: list[Contender], budget: int,
     mine = f"{our_ms:.1f} ({peak / GIB:.2f}{over})"
     their_ms = statistics.median(theirs) * 1e3 if theirs else float("nan")
     there = f"{best.name} | {their_ms:.1f} ({best.activation_bytes / GIB:.2f})" if best else "none fits |"
-    return (
-        f"| {budget / GIB:.2f} | {there} | {mine} | {our_ms / their_ms:.3f} | {plan.predicted_s * 1e3:.1f} | {what} |"
-    )
+    return f"| {budget / GIB:.2f} | {there} | {mine} | {our_ms / their_ms:.3f} | {plan.predicted_s * 1e3:.1f} | {what} |"
 
 
 def section(
@@ -289,7 +289,9 @@ def main() -> None:
         f" {options.rounds} interleaved steps; of 3 in the tables of contenders. `python benchmarks/compiled.py`"
         f"{' --quick' if options.quick else ''}.",
     ]
-    path = options.output / f"compiled_{name.lower().replace('nvidia ', '').replace(' ', '-')}_{today:%Y%m}.md"
+    path = (
+        options.output / f"compiled_{name.lower().replace('nvidia ', '').replace(' ', '-')}_{today:%Y%m}.md"
+    )
     peers: list[Contender] = []
     scale = GIB if not options.small else GIB / 4000
     if options.only != "compiled":

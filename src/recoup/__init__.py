@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from recoup.fitting import fit, verify
     from recoup.measuring import measure
     from recoup.plans import frontier, minimum_budget, plan
+    from recoup.report.operations import explain
 
 __version__ = "0.2.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "checkpoint",
     "describe",
     "errors",
+    "explain",
     "fit",
     "frontier",
     "is_replaying",
@@ -50,6 +52,7 @@ _LATER = {
     "audit": "auditing",
     "checkpoint": "checkpointing",
     "describe": "checkpointing",
+    "explain": "report.operations",
     "fit": "fitting",
     "frontier": "plans",
     "is_replaying": "checkpointing",

@@ -62,7 +62,6 @@ class WatchingMode(TorchDispatchMode):
         return True
 
 
-
 # The function modes of a forward stand around its replay too; a default device is one of them, and a global beside.
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode

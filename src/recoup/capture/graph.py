@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from recoup.planning.graphs import Operation, OpGraph, evaluate_held
 
@@ -68,6 +68,8 @@ class UnitGraph:
         needed: the values that the backward reads.
         resident: the values that live anyway.
         views: further nodes whose results are views of one value, with that value.
+        seconds: of operations, by the names of their nodes, once they are measured.
+        own_saves: what the engine's own cut keeps.
     """
 
     digest: str
@@ -78,6 +80,8 @@ class UnitGraph:
     needed: tuple[int, ...]
     resident: tuple[int, ...]
     views: dict[Node, int] = field(repr=False)
+    seconds: dict[str, float] = field(default_factory=dict, repr=False)
+    own_saves: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, graph: Graph, num_outputs: int) -> UnitGraph:
@@ -96,6 +100,14 @@ class UnitGraph:
         """The names of the operations that make some values, but for values that live anyway."""
         resident = set(self.resident)
         return tuple(self.makers[value].name for value in values if value not in resident)
+
+    def saved_by(self, forward: GraphModule, num_outputs: int) -> tuple[str, ...]:
+        """The names of the operations whose results a forward returns for its backward."""
+        outputs = forward.graph.find_nodes(op="output")[0].args[0][num_outputs:]
+        names = {node.name for node in outputs if isinstance(node, Node)}
+        value_of = {node.name: value for value, node in enumerate(self.makers)}
+        value_of |= {node.name: value for node, value in self.views.items()}
+        return self.names(sorted({value_of[name] for name in names if name in value_of}))
 
     def recomputed(self, saves: Iterable[str]) -> tuple[set[Node], set[Node]]:
         """The nodes that are kept if the results named are, and those that the backward runs again, with their views.
@@ -148,9 +160,7 @@ class _Reader:
             elif node.op != "output":
                 reads = [read for read in node.all_input_nodes if read not in later]
                 needed |= {value for read in reads for value in self._values(read)}
-        resident = {
-            value for value, node in enumerate(self.makers) if node.op in ("placeholder", "get_attr")
-        }
+        resident = {value for value, node in enumerate(self.makers) if node.op in ("placeholder", "get_attr")}
         resident |= {value for node in self.outputs if node not in later for value in self._values(node)}
         return UnitGraph(
             digest_of(self.graph),

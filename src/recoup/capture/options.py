@@ -26,7 +26,8 @@ def cuts_of(graph: UnitGraph, engine: str, seconds_of: Callable[[Node], float]) 
 
     def price(node: Node) -> float:
         share = _FUSED_SHARE if engine == "compiled" and _is_fused(node) else 1.0
-        return share * seconds_of(node)
+        seconds = graph.seconds[node.name] = seconds_of(node)
+        return share * seconds
 
     frontier = hold_frontier(graph.to_planner(price))
     own = Cut(engine, graph.digest)

@@ -33,7 +33,9 @@ def partition(
         return own(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
     graph = UnitGraph.of(joint.graph, num_fwd_outputs)
     kept, again = graph.recomputed(cut.saves)
-    dropped = {node for node in again if node.target is operator.getitem and masked_result(node.args[0]) is node}
+    dropped = {
+        node for node in again if node.target is operator.getitem and masked_result(node.args[0]) is node
+    }
     again = again - dropped | {_made_again(joint, node) for node in dropped}
     _mark(kept, CheckpointPolicy.MUST_SAVE)
     _mark(again, CheckpointPolicy.MUST_RECOMPUTE)

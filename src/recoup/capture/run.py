@@ -52,8 +52,11 @@ def capture(
     found: list[UnitGraph] = []
 
     def see(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
-        found.append(UnitGraph.of(joint.graph, num_fwd_outputs))
-        return partition(Cut(engine, ""), joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+        graph = UnitGraph.of(joint.graph, num_fwd_outputs)
+        found.append(graph)
+        parts = partition(Cut(engine, ""), joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+        graph.own_saves = graph.saved_by(parts[0], num_fwd_outputs)
+        return parts
 
     run = _compiled(Cut(engine, ""), see)
     function, module = _unbound(forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class OperationSeconds:
 
     def _time(self, node: Node) -> float:
         try:
+            if node.target is operator.getitem:  # a dropout's result, made from its mask
+                raise TypeError
             args, kwargs = map_arg((node.args, node.kwargs), lambda read: _made(read.meta.get("val")))
 
             def run() -> None:

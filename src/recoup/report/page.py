@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from recoup.report.memory_picture import MemoryPicture, colours_of
 from recoup.report.numbers import format_seconds, format_share
+from recoup.report.operations import explanations
 from recoup.report.rows import rows_of
 from recoup.report.subject import Subject
 from recoup.report.summary import summarize
@@ -43,6 +44,7 @@ def to_html(subject: Subject) -> str:
         memory=memory,
         tradeoff=make_tradeoff(plan),
         rows=[(row, colours[row.decision.unit].partition(" ")[0]) for row in rows_of(plan)],
+        explanations=explanations(plan),
         findings=sorted(subject.audit.findings, key=lambda finding: not finding.is_unsafe),
         data={"memory": memory.data},
     )

@@ -1,0 +1,73 @@
+"""The operations of a captured unit under a cut: bytes, seconds, kept or recomputed, and the user's line of code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from recoup.capture.cut import Cut
+from recoup.capture.graph import UnitGraph
+
+__all__ = ["OperationFate", "fates_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationFate:
+    """What becomes of an operation's result between forward and backward.
+
+    Attributes:
+        name: in the graph.
+        operation: such as ``"aten.addmm"``.
+        num_bytes: of its result.
+        seconds: measured by itself.
+        fate: ``"kept"``, ``"recomputed"``, or ``"not needed"`` by the backward.
+        line: of the user's code that made it, such as ``"model.py:31: y = self.out(y)"``; empty if not known.
+    """
+
+    name: str
+    operation: str
+    num_bytes: int
+    seconds: float
+    fate: str
+    line: str
+
+
+def fates_of(graph: UnitGraph, cut: Cut) -> tuple[OperationFate, ...]:
+    """All operations of a unit's forward, in order."""
+    kept, again = graph.recomputed(graph.own_saves if cut.saves is None else cut.saves)
+    found = []
+    for node, op in zip(graph.nodes, graph.operations, strict=True):
+        makers = {graph.makers[value] for value in op.outputs}
+        needed = makers & kept & {graph.makers[value] for value in _read_later(graph, again)}
+        fate = "recomputed" if node in again else "kept" if needed else "not needed"
+        size = sum(graph.value_bytes[value] for value in op.outputs)
+        seconds = graph.seconds.get(node.name, 0.0)
+        found.append(OperationFate(node.name, _operation(node), size, seconds, fate, _line(node)))
+    return tuple(found)
+
+
+def _read_later(graph: UnitGraph, again: set[Node]) -> set[int]:
+    """Values that the backward reads, or an operation that it runs again."""
+    read = set(graph.needed)
+    for node, op in zip(graph.nodes, graph.operations, strict=True):
+        if node in again:
+            read.update(op.inputs)
+    return read
+
+
+def _operation(node: Node) -> str:
+    name = str(node.target if node.target.__class__.__name__ == "OpOverload" else node.args[0].target)  # type: ignore[union-attr]
+    return name.removesuffix(".default")
+
+
+def _line(node: Node) -> str:
+    """The innermost line of the user's code: torch's own is left out of stack traces."""
+    trace = (node.meta.get("stack_trace") or "").rstrip().splitlines()
+    places = [index for index, line in enumerate(trace) if line.lstrip().startswith("File ")]
+    if not places:
+        return ""
+    where = trace[places[-1]].split('"')
+    number = where[2].split("line ")[1].split(",")[0].strip()
+    code = trace[places[-1] + 1].strip() if places[-1] + 1 < len(trace) else ""
+    return f"{where[1].rpartition('/')[2]}:{number}: {code}"
