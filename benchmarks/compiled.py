@@ -55,10 +55,11 @@ class Inline(LlamaBlock):
     """A block that calls no module for its feed-forward."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention, then the feed-forward."""
         x = x + self.attention(self.norm1(x), cos, sin)
         y = self.norm2(x)
         mlp = self.mlp
-        gate, up, down = (part.weight for part in mlp.children())
+        gate, up, down = mlp.gate.weight, mlp.up.weight, mlp.down.weight
         return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
 
 
@@ -72,11 +73,12 @@ class Contender(NamedTuple):
     build_s: float = 0.0
 
     def row(self) -> str:
+        """A line of the table of contenders."""
         build = f"{self.build_s:.1f}" if self.build_s else ""
         return f"| {self.name} | {self.step_s * 1e3:.1f} | {self.activation_bytes / GIB:.3f} | {build} |"
 
 
-def _template(module: nn.Module, *args: Tensor) -> Tensor:
+def _template(module: nn.Module, *args: Tensor) -> Any:
     return module(*args)
 
 
@@ -113,12 +115,14 @@ class Bench:
         recoup.apply(self.model, plan)
 
     def step(self) -> Tensor:
+        """One forward and backward; its loss."""
         loss = self.forward(self.tokens)
         loss.backward()
         self.model.zero_grad()
         return loss.detach()
 
     def time_s(self) -> float:
+        """Seconds of one step."""
         self.synchronize()
         start = time.perf_counter()
         self.step()
@@ -126,6 +130,7 @@ class Bench:
         return time.perf_counter() - start
 
     def synchronize(self) -> None:
+        """Waits for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -139,7 +144,8 @@ class Bench:
         self.step()
         return int(torch.cuda.max_memory_allocated() - self.fixed_bytes)
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Any]:
+        """Of all parameters."""
         self.forward(self.tokens).backward()
         found = [p.grad for p in self.model.parameters()]
         self.model.zero_grad()
@@ -235,7 +241,8 @@ def compare(bench: Bench, profile: Profile, peers: list[Contender], budget: int,
     mine = f"{our_ms:.1f} ({peak / GIB:.2f}{over})"
     their_ms = statistics.median(theirs) * 1e3 if theirs else float("nan")
     there = f"{best.name} | {their_ms:.1f} ({best.activation_bytes / GIB:.2f})" if best else "none fits |"
-    return f"| {budget / GIB:.2f} | {there} | {mine} | {our_ms / their_ms:.3f} | {plan.predicted_s * 1e3:.1f} | {what} |"
+    predicted = f"{plan.predicted_s * 1e3:.1f}"
+    return f"| {budget / GIB:.2f} | {there} | {mine} | {our_ms / their_ms:.3f} | {predicted} | {what} |"
 
 
 def section(
@@ -302,7 +309,6 @@ def main() -> None:
         path.write_text("\n".join(lines) + "\n")
     if options.only != "captured":
         peers.clear()  # they hold the other model
-        bench = None  # one model at a time
         bench = Bench(options.small, LlamaBlock)
         budgets = [int(gib * scale) for gib in COMPILED_GIB]
         peers = compiled_peers(bench, options.quick)

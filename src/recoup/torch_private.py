@@ -130,15 +130,13 @@ def default_partition(*args: Any, **kwargs: Any) -> Any:
 
 def backend_of_operations(partition: Callable[..., Any]) -> Callable[..., Any]:
     """A backend of `torch.compile` that runs operations as captured, cut by ``partition``."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
 
     def as_captured(module: torch.fx.GraphModule, _: Any) -> Any:
         return make_boxed_func(module.forward)
 
-    return aot_autograd(  # type: ignore[no-any-return, no-untyped-call]
-        fw_compiler=as_captured, bw_compiler=as_captured, partition_fn=partition
-    )
+    return aot_autograd(fw_compiler=as_captured, bw_compiler=as_captured, partition_fn=partition)
 
 
 def partitioner_base() -> Any:
@@ -185,7 +183,7 @@ def allocations_seen(see: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def graphs_uncached() -> Any:
-    """A context in which joint graphs are made anew, so that a partitioner sees them; generated code is still cached."""
+    """A context in which joint graphs are made anew, so that partitioners see them; generated code is still cached."""
     from torch._functorch import config
 
     return config.patch(enable_autograd_cache=False)

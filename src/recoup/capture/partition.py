@@ -16,30 +16,37 @@ from recoup.torch_private import default_partition, min_cut_partition
 
 __all__ = ["partition"]
 
+Parts = tuple[GraphModule, GraphModule]
+"""A forward and a backward."""
 _REPEATED_DROPOUT = torch.ops.aten.native_dropout_backward.default
 
 
 def partition(
     cut: Cut, joint: GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **given: Any
-) -> tuple[GraphModule, GraphModule]:
+) -> Parts:
     """The forward and the backward of a joint graph.
 
     Every decision is forced on torch's partitioner, which prices pointwise work and random numbers wrongly: with its
     own memory budget it draws random numbers a second time, and gradients are wrong.
     """
-    own = _keep_all if cut.engine == "captured" else min_cut_partition
+    split = _keep_all if cut.engine == "captured" else min_cut_partition
     if cut.saves is None:
         _keep_random(joint, num_fwd_outputs)
-        return own(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+        own: Parts = split(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+        return own
     graph = UnitGraph.of(joint.graph, num_fwd_outputs)
     kept, again = graph.recomputed(cut.saves)
-    dropped = {
-        node for node in again if node.target is operator.getitem and masked_result(node.args[0]) is node
-    }
+    dropped = {node for node in again if _is_of_dropout(node)}
     again = again - dropped | {_made_again(joint, node) for node in dropped}
     _mark(kept, CheckpointPolicy.MUST_SAVE)
     _mark(again, CheckpointPolicy.MUST_RECOMPUTE)
-    return min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+    parts: Parts = min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+    return parts
+
+
+def _is_of_dropout(node: Node) -> bool:
+    """Whether a node is a dropout's result."""
+    return node.target is operator.getitem and masked_result(node.all_input_nodes[0]) is node
 
 
 def _made_again(joint: GraphModule, result: Node) -> Node:
@@ -59,9 +66,10 @@ def _made_again(joint: GraphModule, result: Node) -> Node:
     return again
 
 
-def _keep_all(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> tuple[GraphModule, GraphModule]:
+def _keep_all(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> Parts:
     given.pop("compiler", None)
-    return default_partition(joint, inputs, **given)
+    parts: Parts = default_partition(joint, inputs, **given)
+    return parts
 
 
 def _keep_random(joint: GraphModule, num_outputs: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from recoup.model.replace_forward import StandIn, install
+from recoup.model.replace_forward import StandIn, install, installed
 from recoup.snapshot.own_code import is_compiled_function
 
 __all__ = ["inner_model", "is_compiled", "recompile", "uncompile"]
@@ -44,8 +44,11 @@ class EagerForward(StandIn):
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a model, or a module in it, was compiled with torch's own backend."""
-    return any(_generates(compiled) for _, compiled in _compiled(model))
+    """Whether a model, or a module in it, was compiled with torch's own backend, and nothing with another one."""
+    hidden = [_calls[module] for module in model.modules() if module in _calls]
+    hidden += [one.original for one in installed(model) if isinstance(one, EagerForward)]
+    found = [*hidden, *(compiled for _, compiled in _compiled(model))]
+    return bool(found) and all(map(_generates, found))
 
 
 def inner_model(model: Any) -> Any:
@@ -77,9 +80,9 @@ def _compiled(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         if vars(module).get(_CALL) is not None:
             yield module, vars(module)[_CALL]
         forward = vars(module).get("forward")
-        if _INNER in module._modules or is_compiled_function(forward):
-            if not isinstance(forward, StandIn):
-                yield module, forward
+        is_ours = isinstance(forward, StandIn)
+        if not is_ours and (_INNER in module._modules or is_compiled_function(forward)):
+            yield module, forward
 
 
 def _generates(compiled: Any) -> bool:
