@@ -126,7 +126,9 @@ def _against_eager(steps: RealSteps) -> str:
         eager = steps.results(on_host)
     error = max((drift.relative_error for drift in drift_between(eager, ours)), default=0.0)
     drawn = " (it draws other random numbers)" if error > _ROUNDING else ""
-    return f" to the compiled step with everything kept, relative error against eager up to {error:.2g}{drawn}"
+    return (
+        f" to the compiled step with everything kept, relative error against eager up to {error:.2g}{drawn}"
+    )
 
 
 def _notes(steps: RealSteps) -> tuple[str, ...]:

@@ -16,7 +16,16 @@ from torch import nn
 from recoup.errors import ApplyError
 from recoup.model.tracing import is_traced
 
-__all__ = ["StandIn", "install", "installed", "intercepted", "own_forward", "suspended", "uninstall", "uninstall_plan"]
+__all__ = [
+    "StandIn",
+    "install",
+    "installed",
+    "intercepted",
+    "own_forward",
+    "suspended",
+    "uninstall",
+    "uninstall_plan",
+]
 
 _FORWARD = "forward"
 _REPLICATE = "_replicate_for_data_parallel"
