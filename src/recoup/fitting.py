@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,19 @@ from recoup.auditing import Audit, audit_step
 from recoup.budgets import read_budget
 from recoup.devices.meter import device_of, make_meter
 from recoup.devices.processes import num_processes
-from recoup.engines import ModelPlan, apply, plan, remove
+from recoup.engines import ModelPlan, apply, plan
+from recoup.engines.eager import Earlier
 from recoup.engines.racing import Candidate, Race, race
 from recoup.engines.real_steps import RealSteps
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError, UnitError
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.calls import watch_calls
+from recoup.model.checks import check_model
 from recoup.model.optimizers import Optimizers
-from recoup.model.replace_forward import install, installed
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
+from recoup.model.uncompile import inner_model, is_compiled, uncompile
 from recoup.model.units import Units, parts_of, split_units
 from recoup.plans.learning import learn, learned_plan, priced
 from recoup.plans.model_plan import tightest
@@ -37,7 +39,7 @@ from recoup.plans.usable_bytes import smallest_budget
 from recoup.progress import note
 from recoup.report.table import to_text
 
-__all__ = ["Fitted", "fit", "plan_to_fit", "verify"]
+__all__ = ["Fitted", "engines_for", "fit", "plan_to_fit", "verify"]
 
 _MOST_ROUNDS = 3
 _MOST_SPLITS = 4
@@ -95,7 +97,7 @@ def fit(
     verify: bool = True,
     race: bool = True,
     insist: bool = False,
-    engine: str = "eager",
+    engine: str = "auto",
 ) -> Fitted:
     """Makes a model's training step fit a budget, in place, at the least cost in time.
 
@@ -120,7 +122,11 @@ def fit(
             fastest, and correct the profile's seconds by what was measured. It goes with ``verify``, and is left out
             where several processes train together, since all of them have to run the same plan.
         insist: let units be replayed that the audit finds unsafe.
-        engine: ``"eager"``, or ``"captured"`` or ``"compiled"``.
+        engine: ``"eager"``; ``"captured"``, where large units run as graphs of the same operations, so that the plan
+            decides about each of them; ``"compiled"``, where torch's compiler generates code for these graphs;
+            ``"best"``, the fastest of the three on real steps; or ``"auto"``, compiled where the model or modules in it
+            were compiled, and else eager. Inside captured units, code no longer runs line by line: prints,
+            breakpoints and hooks that are added later have no effect there. What cannot be captured runs eagerly.
 
     Raises:
         BudgetError: nothing fits; it names the smallest feasible budget, which a real step showed to hold where one
@@ -128,7 +134,8 @@ def fit(
         SampleError: the model does not take the sample, or has nothing to train.
         LossError: the loss is no scalar.
         UnitError: there are no such units.
-        VerificationError: a gradient differs from the plain step's.
+        VerificationError: a gradient differs from the plain step's; for generated code, from those of the same code
+            with everything kept.
 
     The model is as before if an exception leaves this function.
 
@@ -139,29 +146,24 @@ def fit(
     >>> fitted.verification.peak_bytes <= 1_400_000, fitted.verification.gradients
     (True, 'bit-equal')
     """
-    training = TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer)
-    budget_bytes = read_budget(budget, model, training.given)
-    if not model.training:
-        warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
-    fitting = _Fitting(
-        training,
-        accumulates=accumulates,
-        holds_output=holds_output,
-        insist=insist,
-        races=race and verify,
-        engine=engine,
-    )
-    earlier = installed(model)
+    engines = engines_for(engine, model)
+    earlier, inner = Earlier(model), inner_model(model)
     try:
-        chosen, audit, verification = fitting.run(units, budget_bytes, verifies=verify)
-        if not verify:
-            apply(model, chosen)
+        if engines != ("eager",):
+            uncompile(model)
+        training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer)
+        budget_bytes = read_budget(budget, inner, training.given)
+        if not inner.training:
+            warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
+        fitting = _Fitting(
+            training, accumulates=accumulates, holds_output=holds_output, insist=insist, races=race and verify
+        )
+        found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
+        apply(model, found[0])
     except BaseException:
-        remove(model)
-        for stand_in in reversed(earlier):
-            install(stand_in.module, stand_in)
+        earlier.put_back()
         raise
-    return Fitted(model, chosen, audit, verification)
+    return Fitted(model, *found)
 
 
 def verify(
@@ -179,7 +181,8 @@ def verify(
         OverBudgetError: the peak passes the plan's budget.
         VerificationError: a gradient differs from the plain step's.
     """
-    return verify_step(TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer), plan)
+    training = TrainingStep(inner_model(model), sample, loss=loss, step=step, optimizer=optimizer)
+    return verify_step(training, plan)
 
 
 def plan_to_fit(
@@ -192,6 +195,27 @@ def plan_to_fit(
     """
     fitting = _Fitting(step, accumulates=accumulates, holds_output=None, insist=False, races=False)
     return fitting.run(units, budget_bytes, verifies=False)[0]
+
+
+def engines_for(engine: str, model: nn.Module) -> tuple[str, ...]:
+    """The engines to try for what a user asked for.
+
+    Raises:
+        SampleError: there is no such engine.
+
+    >>> engines_for("best", nn.Linear(2, 2))
+    ('eager', 'captured', 'compiled')
+    """
+    check_model(model)
+    if engine in ("eager", "captured", "compiled"):
+        return (engine,)
+    if engine == "auto":
+        return ("compiled",) if is_compiled(model) else ("eager",)
+    if engine == "best":
+        return ("captured", "compiled") if is_compiled(model) else ("eager", "captured", "compiled")
+    raise SampleError(
+        f"engine={engine!r} is not known; it is 'auto', 'eager', 'captured', 'compiled' or 'best'."
+    )
 
 
 _EVAL_MODE = (
@@ -211,7 +235,6 @@ class _Fitting:
         holds_output: bool | None,
         insist: bool,
         races: bool,
-        engine: str = "eager",
     ) -> None:
         if holds_output is not None and step.step is not None:
             raise SampleError(
@@ -221,7 +244,37 @@ class _Fitting:
         self.accumulates, self.holds_output, self.insist = accumulates, holds_output, insist
         # Processes that train together have to run the same plan, in the same number of steps.
         self.races = races and num_processes() == 1
-        self.engine = engine
+        self.engine = "eager"
+
+    def run_engines(
+        self,
+        engines: Sequence[str],
+        units: Units | Iterable[Units] | None,
+        budget_bytes: int,
+        *,
+        verifies: bool,
+    ) -> tuple[ModelPlan, Audit, Verification | None]:
+        """Fits with each engine; the fastest plan, by real steps where these are run.
+
+        Raises:
+            BudgetError: nothing fits, with any engine; it names the smallest budget of all.
+        """
+        fitted: dict[str, tuple[ModelPlan, Audit, Verification | None]] = {}
+        refused: list[BudgetError] = []
+        for self.engine in engines:
+            try:
+                fitted[self.engine] = self.run(units, budget_bytes, verifies=verifies)
+            except BudgetError as error:
+                refused.append(error)
+        if not fitted:
+            raise min(refused, key=lambda error: error.smallest_bytes)
+        if len(fitted) == 1 or not verifies:
+            return min(fitted.values(), key=lambda one: one[0].predicted_s)
+        candidates = [Candidate(f"engine={name!r}", found[0]) for name, found in fitted.items()]
+        ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
+        chosen, audit, seen = next(found for found in fitted.values() if found[0] is ran.winner)
+        assert seen is not None, "plans that race are verified"
+        return chosen, audit, replace(seen, race=(*ran.finishers, *seen.race))
 
     def run(
         self, units: Units | Iterable[Units] | None, budget_bytes: int, *, verifies: bool

@@ -21,7 +21,7 @@ from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, InnerForward, Recipe
 from recoup.model.replace_forward import StandIn, install, installed, suspended, uninstall, uninstall_plan
 from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
-from recoup.model.uncompile import inner_model, recompile, uncompile
+from recoup.model.uncompile import inner_model, is_uncompiled, recompile, uncompile
 from recoup.model.units import Units
 from recoup.planning import Backward
 from recoup.plans.model_plan import ModelPlan
@@ -29,7 +29,7 @@ from recoup.plans.profile import Profile
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 from recoup.policies import Policy
 
-__all__ = ["apply", "is_applied", "kept", "remove", "units_by_module"]
+__all__ = ["Earlier", "apply", "is_applied", "kept", "remove", "units_by_module"]
 
 
 class _Engine(Nesting):
@@ -326,10 +326,24 @@ def _planned_units(engine: _Engine) -> dict[int, tuple[str, ...]]:
 
 def remove(model: nn.Module) -> nn.Module:
     """Removes the plan from a model, which is then as before; does nothing to a model without one."""
+    uninstall_plan(model)
     recompile(model)
-    for stand_in in installed(model):
-        uninstall(stand_in.module, stand_in.original)
     return model
+
+
+class Earlier:
+    """What is on a model, to be put back if a fit fails."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._stand_ins, self._runs_eagerly = model, installed(model), is_uncompiled(model)
+
+    def put_back(self) -> None:
+        """Puts it back."""
+        remove(self._model)
+        for stand_in in reversed(self._stand_ins):
+            install(stand_in.module, stand_in)
+        if self._runs_eagerly:
+            uncompile(self._model)
 
 
 def is_applied(model: nn.Module) -> bool:

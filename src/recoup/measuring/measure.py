@@ -32,6 +32,7 @@ from recoup.model.replace_forward import intercepted
 from recoup.model.slices import unit_names
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall
+from recoup.model.uncompile import inner_model, uncompiled
 from recoup.model.units import Units
 from recoup.plans.profile import Profile
 from recoup.progress import note
@@ -103,6 +104,15 @@ def measure(
     >>> profile.device, profile.residents.parameter_bytes // 2**30, profile.seconds_are_estimates
     ('H200 (estimated)', 16, True)
     """
+    if engine != "eager":
+        if hardware is not None:
+            raise SampleError(f"engine={engine!r} is measured, not estimated: leave hardware= out.")
+        with uncompiled(model):
+            training = TrainingStep(inner_model(model), sample, loss=loss, step=step, optimizer=optimizer)
+            measurement = begin_measurement(training, units=units, engine=engine)
+            return measure_step(measurement, accumulates=accumulates, unsafe=unsafe or {}).profile(
+                holds_output
+            )
     training = TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer)
     unsafe = unsafe or {}
     check_ranks(ranks)
@@ -114,7 +124,7 @@ def measure(
         raise SampleError(
             f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
-    measurement = begin_measurement(training, units=units, engine=engine)
+    measurement = begin_measurement(training, units=units)
     return measure_step(measurement, accumulates=accumulates, unsafe=unsafe).profile(holds_output)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from recoup.errors import FitError, SampleError
+from recoup.model.uncompile import runs_eagerly
 from recoup.snapshot.own_code import is_compiled_function
 
 __all__ = ["check_model", "check_not_compiled"]
@@ -39,7 +40,7 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
 
 
 def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], functions: Sequence[str]) -> None:
-    """Refuses compiled code: while it is measured it would run eagerly, and stay so for the rest of the process.
+    """Refuses compiled code, whose inside cannot be measured: it is replaced by units that are captured, or not at all.
 
     Args:
         model: to be measured.
@@ -60,13 +61,15 @@ def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], functions:
 
 def _compiled(what: str) -> SampleError:
     return SampleError(
-        f"{what} compiled, and recoup measures and plans eager code only: give it the model before torch.compile or"
-        " .compile() is called, or train with the compiled code and without a plan (torch's own"
-        " torch._functorch.config.activation_memory_budget makes compiled code hold less)."
+        f"{what} compiled. recoup.fit with engine='auto' or 'compiled' plans a model that was compiled, whole or in"
+        " part, with torch's own backend (inductor). Else, as for other backends, for engine='eager', and for other"
+        " models and functions in the step, give it the code as it was before torch.compile or .compile() was called."
     )
 
 
 def _is_compiled(module: nn.Module) -> bool:
+    if runs_eagerly(module):
+        return False
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or "_orig_mod" in module._modules  # what torch.compile makes of a module

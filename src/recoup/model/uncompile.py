@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from recoup.model.replace_forward import StandIn, install, installed
+from recoup.model.replace_forward import StandIn, install, installed, own_forward, uninstall
 from recoup.snapshot.own_code import is_compiled_function
 
-__all__ = ["inner_model", "is_compiled", "recompile", "uncompile"]
+__all__ = [
+    "inner_model",
+    "is_compiled",
+    "is_uncompiled",
+    "recompile",
+    "runs_eagerly",
+    "uncompile",
+    "uncompiled",
+]
 
 _calls: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """What ``.compile()`` set on modules that now run eagerly."""
@@ -57,6 +66,11 @@ def inner_model(model: Any) -> Any:
     return model if inner is None else inner
 
 
+def is_uncompiled(model: nn.Module) -> bool:
+    """Whether what was compiled runs eagerly now."""
+    return any(module in _calls or runs_eagerly(module) for module in model.modules())
+
+
 def uncompile(model: nn.Module) -> None:
     """Lets all that was compiled run eagerly, until `recompile`."""
     for module, compiled in list(_compiled(model)):
@@ -68,10 +82,25 @@ def uncompile(model: nn.Module) -> None:
 
 
 def recompile(model: nn.Module) -> None:
-    """Brings back what ``.compile()`` made; stand-ins are removed with the plan."""
+    """Brings back what was compiled, after the plan is removed."""
     for module in model.modules():
         if module in _calls:
             module.__dict__[_CALL] = _calls.pop(module)
+        forward = vars(module).get("forward")
+        if isinstance(forward, EagerForward):
+            uninstall(module, forward.original)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """A block in which all that was compiled runs eagerly."""
+    was_before = is_uncompiled(model)
+    uncompile(model)
+    try:
+        yield
+    finally:
+        if not was_before:
+            recompile(model)
 
 
 def _compiled(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
@@ -79,10 +108,18 @@ def _compiled(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     for module in model.modules():
         if vars(module).get(_CALL) is not None:
             yield module, vars(module)[_CALL]
-        forward = vars(module).get("forward")
-        is_ours = isinstance(forward, StandIn)
-        if not is_ours and (_INNER in module._modules or is_compiled_function(forward)):
+        forward = own_forward(module)
+        is_wrapper = _INNER in module._modules or is_compiled_function(forward)
+        if is_wrapper and not runs_eagerly(module):
             yield module, forward
+
+
+def runs_eagerly(module: nn.Module) -> bool:
+    """Whether a compiled forward runs eagerly now."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, StandIn) and not isinstance(forward, EagerForward):
+        forward = forward.original
+    return isinstance(forward, EagerForward)
 
 
 def _generates(compiled: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -70,6 +70,9 @@ class ModelPlan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the plan counts on, in sentences for its user."""
+        return (*_on_engine(self.profile), *self._on_output())
+
+    def _on_output(self) -> tuple[str, ...]:
         profile = self.profile
         if profile.output_bytes < _NOTED_SHARE * self.predicted_bytes:
             return ()
@@ -146,6 +149,24 @@ class ModelPlan:
             f"{'; seconds are estimates' if self.profile.seconds_are_estimates else ''})"
         ]
         return "\n".join(lines + [f"  {names}: {label}" for names, label in self.describe_units()])
+
+
+def _on_engine(profile: Profile) -> Iterator[str]:
+    """Which units run as captured graphs, and why others do not."""
+    calls = [unit for unit in profile.units if not unit.is_code]
+    for engine, what in (("captured", "graphs of operations"), ("compiled", "generated code")):
+        ran = [
+            unit for unit in calls if unit.recipes[0].cut is not None and unit.recipes[0].cut.engine == engine
+        ]
+        if ran:
+            yield f"{len(ran)} of {len(calls)} unit calls run as {what} (engine={engine!r})."
+    reasons: dict[str, list[str]] = {}
+    for unit in calls:
+        if unit.uncaptured:
+            reasons.setdefault(unit.uncaptured, []).append(unit.name)
+    for why, names in reasons.items():
+        more = f" and {len(names) - 1} more run" if len(names) > 1 else " runs"
+        yield f"{names[0]}{more} eagerly, since torch's compiler cannot capture it: {why}."
 
 
 def _depth(item: Item) -> int:
