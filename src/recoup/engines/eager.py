@@ -19,7 +19,7 @@ from recoup.model.caches import CachelessForward, cached_models
 from recoup.model.checks import check_model
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, InnerForward, Recipe
-from recoup.model.replace_forward import StandIn, install, installed, suspended, uninstall, uninstall_plan
+from recoup.model.replace_forward import StandIn, install, installed, suspended, uninstall_plan
 from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
 from recoup.model.uncompile import inner_model, is_uncompiled, recompile, uncompile
 from recoup.model.units import Units
