@@ -147,10 +147,11 @@ def fit(
     (True, 'bit-equal')
     """
     engines = engines_for(engine, model)
-    earlier, inner = Earlier(model), inner_model(model)
+    earlier, inner = Earlier(model), model
     try:
         if engines != ("eager",):
             uncompile(model)
+            inner = inner_model(model)
         training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer)
         budget_bytes = read_budget(budget, inner, training.given)
         if not inner.training:
@@ -181,8 +182,8 @@ def verify(
         OverBudgetError: the peak passes the plan's budget.
         VerificationError: a gradient differs from the plain step's.
     """
-    training = TrainingStep(inner_model(model), sample, loss=loss, step=step, optimizer=optimizer)
-    return verify_step(training, plan)
+    inner = inner_model(model) if plan.profile.is_captured else model
+    return verify_step(TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer), plan)
 
 
 def plan_to_fit(

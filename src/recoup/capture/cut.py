@@ -16,14 +16,16 @@ class Cut:
         graph: digest of the unit's graph, in which the names of operations are unique.
         saves: the operations whose results are kept. ``None`` if the engine's own choice is: all that the backward
             reads where operations run as captured, and torch's own cut where code is generated.
+        number: among the cuts of the graph; the engine's own is 0.
 
-    >>> Cut("captured", "a1b2", ("addmm", "gelu")).name
-    'captured, keeps 2 results'
+    >>> Cut("captured", "a1b2", ("addmm", "gelu"), number=1).name
+    'captured, cut 1: keeps 2 results'
     """
 
     engine: str
     graph: str
     saves: tuple[str, ...] | None = None
+    number: int = 0
 
     @property
     def name(self) -> str:
@@ -31,4 +33,4 @@ class Cut:
         if self.saves is None:
             return self.engine
         results = "result" if len(self.saves) == 1 else "results"
-        return f"{self.engine}, keeps {len(self.saves)} {results}"
+        return f"{self.engine}, cut {self.number}: keeps {len(self.saves)} {results}"

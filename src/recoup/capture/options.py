@@ -33,7 +33,8 @@ def cuts_of(graph: UnitGraph, engine: str, seconds_of: Callable[[Node], float]) 
     own = Cut(engine, graph.digest)
     # The first corner recomputes nothing that takes time, as the engine's own cut does.
     corners = _spread(frontier.points, _MOST_CUTS)[1:]
-    return [own, *(Cut(engine, graph.digest, graph.names(frontier.held(index))) for index in corners)]
+    held = [graph.names(frontier.held(index)) for index in corners]
+    return [own, *(Cut(engine, graph.digest, saves, number) for number, saves in enumerate(held, start=1))]
 
 
 def _is_fused(node: Node) -> bool:

@@ -173,7 +173,8 @@ def apply(
     >>> loss.backward()
     """
     check_model(model, ApplyError)
-    whole, model = model, inner_model(model)
+    is_captured = isinstance(plan, ModelPlan) and plan.profile.is_captured
+    whole, model = model, inner_model(model) if is_captured else model
     if isinstance(plan, Policy):
         found, items = arrange(model, plan, units=units, sample=sample, costs=costs)
         modules = {module: [index] for index, module in enumerate(found)}
@@ -191,7 +192,7 @@ def apply(
         engine = _Engine(plan.items, recipes, watch)
         modes = {module: _mode(model, module, profile.conditions) for module in modules}
     remove(whole)
-    if isinstance(plan, ModelPlan) and plan.profile.is_captured:
+    if is_captured:
         uncompile(whole)
     keeps_all = not _planned_units(engine)
     _install(model, engine, modules, modes, switches_caches=isinstance(plan, ModelPlan) or not keeps_all)

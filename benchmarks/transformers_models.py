@@ -1,0 +1,374 @@
+"""Six models of transformers at real size: `recoup.fit` against what its users do by hand.
+
+Run it on a GPU with ``python benchmarks/transformers_models.py``; it prints a report and writes it to
+``benchmarks/results/transformers_models_HARDWARE_YYYYMM.md``. Models have random weights, in bfloat16; their key-value
+caches are off. Three comparisons, each in the same memory, with the two contenders interleaved, step by step:
+
+1. ``gradient_checkpointing_enable()`` against a plan for its own peak;
+2. half-way to the plain peak, the fastest "checkpoint every n-th layer" that fits against a plan for that budget;
+3. compiled: ``gradient_checkpointing_enable()`` with every layer compiled, against ``engine="compiled"`` at its peak.
+
+``--small`` tries the script on a CPU, ``--only GPT-2 T5`` runs some models, ``--no-compile`` leaves the third out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import platform
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import recoup
+from recoup.measuring import MemoryTracker
+
+ROOT = Path(__file__).resolve().parent
+GIB = 2**30
+
+
+class Case(NamedTuple):
+    """A model and a batch."""
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+
+
+def text(words: int, batch: int, length: int, *, labels: bool = True) -> dict[str, Tensor]:
+    """Random tokens."""
+    tokens = torch.randint(words, (batch, length))
+    return {"input_ids": tokens, "labels": tokens.clone()} if labels else {"input_ids": tokens}
+
+
+def gpt2(small: bool) -> Case:
+    """GPT-2 medium."""
+    width, layers, heads, batch, length = (64, 4, 4, 2, 64) if small else (1024, 24, 16, 8, 1024)
+    config = transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
+    return Case(transformers.GPT2LMHeadModel(config), text(500, batch, length))
+
+
+def llama(small: bool) -> Case:
+    """A Llama of 1.2 B parameters."""
+    sizes: dict[str, int] = (
+        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+        if small
+        else {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+        }
+    )
+    config = transformers.LlamaConfig(num_key_value_heads=4 if small else 8, vocab_size=32000, **sizes)
+    return Case(transformers.LlamaForCausalLM(config), text(500, 2 if small else 4, 64 if small else 2048))
+
+
+def mixtral(small: bool) -> Case:
+    """A mixture of eight experts."""
+    sizes: dict[str, int] = (
+        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+        if small
+        else {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 16,
+        }
+    )
+    config = transformers.MixtralConfig(
+        num_key_value_heads=4, num_local_experts=4 if small else 8, vocab_size=32000, **sizes
+    )
+    return Case(transformers.MixtralForCausalLM(config), text(500, 2 if small else 4, 32 if small else 1024))
+
+
+def vit(small: bool) -> Case:
+    """ViT-L/16."""
+    width, layers, heads, batch, size = (64, 4, 4, 4, 32) if small else (1024, 24, 16, 64, 224)
+    config = transformers.ViTConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        image_size=size,
+    )
+    batch_of = {
+        "pixel_values": torch.randn(batch, 3, size, size),
+        "labels": torch.zeros(batch, dtype=torch.long),
+    }
+    return Case(transformers.ViTForImageClassification(config), batch_of)
+
+
+def whisper(small: bool) -> Case:
+    """Whisper medium."""
+    width, layers, heads, batch, frames, words = (
+        (64, 2, 4, 2, 100, 20) if small else (1024, 24, 16, 8, 3000, 448)
+    )
+    config = transformers.WhisperConfig(
+        d_model=width,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=heads,
+        decoder_attention_heads=heads,
+        encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width,
+        max_source_positions=frames // 2,
+    )
+    features = torch.randn(batch, 80, frames)
+    labels = torch.randint(500, (batch, words))
+    return Case(
+        transformers.WhisperForConditionalGeneration(config), {"input_features": features, "labels": labels}
+    )
+
+
+def t5(small: bool) -> Case:
+    """T5 large."""
+    width, layers, heads, batch, length = (64, 2, 4, 2, 32) if small else (1024, 24, 16, 8, 512)
+    config = transformers.T5Config(
+        d_model=width,
+        num_layers=layers,
+        num_heads=heads,
+        d_ff=4 * width,
+        d_kv=width // heads,
+        decoder_start_token_id=0,
+    )
+    return Case(transformers.T5ForConditionalGeneration(config), text(500, batch, length))
+
+
+CASES: dict[str, Callable[[bool], Case]] = {
+    "GPT-2": gpt2,
+    "ViT": vit,
+    "Whisper": whisper,
+    "Llama": llama,
+    "T5": t5,
+    "Mixtral": mixtral,
+}
+
+
+class Bench:
+    """A model, and ways to run it."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.model: Any = case.model.to(device).train()
+        if device == "cuda":
+            self.model.to(torch.bfloat16)
+        self.model.config.use_cache = False
+        dtype = next(self.model.parameters()).dtype
+        self.batch = {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in case.batch.items()
+        }
+        self.device = device
+        self.layers = [one for one in self.model.modules() if isinstance(one, GradientCheckpointingLayer)]
+
+    def checkpoint(self, every: int | None) -> None:
+        """Checkpoints every n-th layer by the model's own means; ``None``: no layer."""
+        recoup.remove(self.model)
+        self.model.gradient_checkpointing_disable()
+        if every is not None:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            for index, layer in enumerate(self.layers):
+                layer.gradient_checkpointing = index % every == 0
+
+    def compile_layers(self, is_on: bool) -> None:
+        """Compiles every layer, or takes that back."""
+        for layer in self.layers:
+            layer.compile() if is_on else layer.__dict__.update(_compiled_call_impl=None)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.model(**self.batch).loss.backward()
+        self.model.zero_grad()
+
+    def time_s(self) -> float:
+        """Seconds of one step."""
+        self.synchronize()
+        start = time.perf_counter()
+        self.step()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_bytes(self) -> int:
+        """Peak of a step, parameters included."""
+        self.step()
+        gc.collect()
+        if self.device == "cpu":
+            with MemoryTracker() as memory:
+                self.step()
+            return memory.peak_bytes + sum(p.nbytes for p in self.model.parameters())
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        return torch.cuda.max_memory_allocated()
+
+    def fit(self, budget: int, engine: str) -> tuple[recoup.fitting.Fitted, float]:
+        """A plan, and the seconds it took to make."""
+        self.checkpoint(None)
+        start = time.perf_counter()
+        fitted = recoup.fit(self.model, self.batch, budget=budget, holds_output=False, engine=engine)
+        return fitted, time.perf_counter() - start
+
+
+def interleaved(bench: Bench, ways: list[Callable[[], Any]], num_rounds: int) -> list[float]:
+    """Medians of steps in turn."""
+    times: list[list[float]] = [[] for _ in ways]
+    for number in range(num_rounds + 1):
+        for way, found in zip(ways, times, strict=True):
+            way()
+            bench.time_s()  # after a change of hooks the first step may differ
+            seconds = bench.time_s()
+            if number:
+                found.append(seconds)
+    return [statistics.median(found) for found in times]
+
+
+def row(
+    name: str, what: str, bench: Bench, budget: int, use: Callable[[], Any], engine: str, num_rounds: int
+) -> str:
+    """One comparison."""
+    fitted, fit_s = bench.fit(budget, engine)
+    peak = bench.peak_bytes()
+
+    def ours() -> None:
+        bench.checkpoint(None)
+        recoup.apply(bench.model, fitted.plan)
+
+    their_s, our_s = interleaved(bench, [use, ours], num_rounds)
+    assert fitted.verification is not None
+    over = " **over**" if peak > budget else ""
+    won = next((one.name for one in fitted.verification.race if one.is_kept), "only candidate")
+    line = (
+        f"| {name} | {what} | {budget / GIB:.2f} | {their_s * 1e3:.1f} | {our_s * 1e3:.1f}"
+        f" ({peak / GIB:.2f}{over}) | {our_s / their_s:.3f} | {fitted.plan.predicted_s * 1e3:.1f} |"
+        f" {fit_s:.1f} | {won} |"
+    )
+    print(line, flush=True)
+    return line
+
+
+def compare(name: str, bench: Bench, num_rounds: int, compiles: bool) -> list[str]:
+    """All comparisons of one model."""
+    bench.checkpoint(None)
+    plain = bench.peak_bytes()
+    plain_s = statistics.median(bench.time_s() for _ in range(3))
+    found: dict[int, tuple[int, float]] = {}
+    for every in (1, 2, 3, 4, 6):
+        bench.checkpoint(every)
+        found[every] = (bench.peak_bytes(), statistics.median(bench.time_s() for _ in range(3)))
+    least = found[1][0]
+    half = (least + plain) // 2
+    print(
+        f"{name}: plain {plain / GIB:.2f} GiB, {plain_s * 1e3:.1f} ms; every layer {least / GIB:.2f} GiB",
+        flush=True,
+    )
+    lines = [row(name, "every layer", bench, least, lambda: bench.checkpoint(1), "auto", num_rounds)]
+    fitting = {every: seconds for every, (peak, seconds) in found.items() if peak <= half}
+    best = min(fitting, key=lambda every: fitting[every])
+    what = f"every {best}." if best > 1 else "every layer"
+    lines.append(row(name, what, bench, half, lambda: bench.checkpoint(best), "auto", num_rounds))
+    if compiles:
+        lines.append(compiled(name, bench, num_rounds))
+    return lines
+
+
+def compiled(name: str, bench: Bench, num_rounds: int) -> str:
+    """Compiled layers under checkpoints, against compiled units under a plan."""
+
+    def theirs() -> None:
+        bench.checkpoint(1)
+        bench.compile_layers(True)
+
+    torch.compiler.reset()
+    theirs()
+    start = time.perf_counter()
+    bench.step()
+    build_s = time.perf_counter() - start
+    peak = bench.peak_bytes()
+    bench.compile_layers(False)
+
+    def use() -> None:
+        bench.checkpoint(1)
+        for layer, call in calls.items():
+            layer.__dict__["_compiled_call_impl"] = call
+
+    # Compiled once: compiling again would start from nothing.
+    theirs()
+    calls = {layer: layer._compiled_call_impl for layer in bench.layers}
+    bench.compile_layers(False)
+    what = f"every layer, compiled (built in {build_s:.0f} s)"
+    fitted, fit_s = bench.fit(peak, "compiled")
+    our_peak = bench.peak_bytes()
+
+    def ours() -> None:
+        bench.checkpoint(None)
+        bench.compile_layers(False)
+        recoup.apply(bench.model, fitted.plan)
+
+    their_s, our_s = interleaved(bench, [use, ours], num_rounds)
+    over = " **over**" if our_peak > peak else ""
+    bench.checkpoint(None)
+    bench.compile_layers(False)
+    line = (
+        f"| {name} | {what} | {peak / GIB:.2f} | {their_s * 1e3:.1f} | {our_s * 1e3:.1f}"
+        f" ({our_peak / GIB:.2f}{over}) | {our_s / their_s:.3f} | {fitted.plan.predicted_s * 1e3:.1f} |"
+        f" {fit_s:.1f} | |"
+    )
+    print(line, flush=True)
+    return line
+
+
+def main() -> None:
+    """Compares and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--output", type=Path, default=ROOT / "results")
+    options = parser.parse_args()
+    name = platform.machine() if options.small else torch.cuda.get_device_name()
+    today = datetime.date.today()
+    lines = [
+        f"# Models of transformers on {name}",
+        "",
+        f"{today}, torch {torch.__version__}, transformers {transformers.__version__}, bfloat16 on a GPU. Medians of"
+        f" {options.rounds} interleaved steps. `python benchmarks/transformers_models.py`.",
+        "",
+        "| model | by hand | budget GiB | ms | recoup ms (GiB) | ratio | predicted ms | fit s | race won by |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    path = (
+        options.output
+        / f"transformers_models_{name.lower().replace('nvidia ', '').replace(' ', '-')}_{today:%Y%m}.md"
+    )
+    for one in options.only:
+        torch.manual_seed(0)
+        try:
+            bench = Bench(CASES[one](options.small), "cpu" if options.small else "cuda")
+            lines += compare(one, bench, options.rounds, not options.no_compile)
+        except Exception:  # the others are still worth their minutes
+            traceback.print_exc()
+            lines.append(f"| {one} | failed | | | | | | | |")
+        bench = None  # type: ignore[assignment]
+        gc.collect()
+        torch.compiler.reset()
+        if not options.small:
+            torch.cuda.empty_cache()
+        path.write_text("\n".join(lines) + "\n")
+    print(f"\nwritten to {path.name}")
+
+
+if __name__ == "__main__":
+    main()
