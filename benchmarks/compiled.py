@@ -4,13 +4,13 @@ Run it on a GPU with ``python benchmarks/compiled.py``; it prints a report and w
 ``benchmarks/results/compiled_HARDWARE_YYYYMM.md``. The model is the Llama-style decoder of 1.1 B parameters of
 ``benchmarks/llama.py``, in bfloat16.
 
-*Compiled*: at each budget for activations, `recoup` with ``engine="compiled"`` against the fastest that fits of: the whole
-model compiled with torch's activation memory budget in steps of 0.1, its blocks compiled with that budget in steps of 0.05,
-and compiled blocks of which the first k are checkpointed, for every k. Each contender has functions of its own, so that
-all stay compiled and the two run interleaved, step by step.
+*Compiled*: at each budget for activations, `recoup` with ``engine="compiled"`` against the fastest that fits of: the
+whole model compiled with torch's activation memory budget in steps of 0.1, its blocks compiled with that budget in
+steps of 0.05, and compiled blocks of which the first k are checkpointed, for every k. Each contender has functions of
+its own, so that all stay compiled and the two run interleaved, step by step.
 
-*Captured*: the same decoder with its feed-forward written inline, ``engine="captured"`` against torch's checkpoint on the
-first k blocks. Gradients have to be bit-equal to those of the plain model.
+*Captured*: the same decoder with its feed-forward written inline, ``engine="captured"`` against torch's checkpoint on
+the first k blocks. Gradients have to be bit-equal to those of the plain model.
 
 ``--small`` tries the script on a CPU, ``--quick`` leaves out most of torch's budgets.
 """

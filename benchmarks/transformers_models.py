@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import recoup
@@ -34,12 +34,13 @@ from recoup.measuring import MemoryTracker
 
 ROOT = Path(__file__).resolve().parent
 GIB = 2**30
+hf: Any = transformers  # its classes have no types of their own
 
 
 class Case(NamedTuple):
     """A model and a batch."""
 
-    model: nn.Module
+    model: Any
     batch: dict[str, Tensor]
 
 
@@ -52,8 +53,8 @@ def text(words: int, batch: int, length: int, *, labels: bool = True) -> dict[st
 def gpt2(small: bool) -> Case:
     """GPT-2 medium."""
     width, layers, heads, batch, length = (64, 4, 4, 2, 64) if small else (1024, 24, 16, 8, 1024)
-    config = transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
-    return Case(transformers.GPT2LMHeadModel(config), text(500, batch, length))
+    config = hf.GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
+    return Case(hf.GPT2LMHeadModel(config), text(500, batch, length))
 
 
 def llama(small: bool) -> Case:
@@ -68,8 +69,8 @@ def llama(small: bool) -> Case:
             "num_attention_heads": 32,
         }
     )
-    config = transformers.LlamaConfig(num_key_value_heads=4 if small else 8, vocab_size=32000, **sizes)
-    return Case(transformers.LlamaForCausalLM(config), text(500, 2 if small else 4, 64 if small else 2048))
+    config = hf.LlamaConfig(num_key_value_heads=4 if small else 8, vocab_size=32000, **sizes)
+    return Case(hf.LlamaForCausalLM(config), text(500, 2 if small else 4, 64 if small else 2048))
 
 
 def mixtral(small: bool) -> Case:
@@ -84,16 +85,16 @@ def mixtral(small: bool) -> Case:
             "num_attention_heads": 16,
         }
     )
-    config = transformers.MixtralConfig(
+    config = hf.MixtralConfig(
         num_key_value_heads=4, num_local_experts=4 if small else 8, vocab_size=32000, **sizes
     )
-    return Case(transformers.MixtralForCausalLM(config), text(500, 2 if small else 4, 32 if small else 1024))
+    return Case(hf.MixtralForCausalLM(config), text(500, 2 if small else 4, 32 if small else 1024))
 
 
 def vit(small: bool) -> Case:
     """ViT-L/16."""
     width, layers, heads, batch, size = (64, 4, 4, 4, 32) if small else (1024, 24, 16, 64, 224)
-    config = transformers.ViTConfig(
+    config = hf.ViTConfig(
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -104,7 +105,7 @@ def vit(small: bool) -> Case:
         "pixel_values": torch.randn(batch, 3, size, size),
         "labels": torch.zeros(batch, dtype=torch.long),
     }
-    return Case(transformers.ViTForImageClassification(config), batch_of)
+    return Case(hf.ViTForImageClassification(config), batch_of)
 
 
 def whisper(small: bool) -> Case:
@@ -112,7 +113,7 @@ def whisper(small: bool) -> Case:
     width, layers, heads, batch, frames, words = (
         (64, 2, 4, 2, 100, 20) if small else (1024, 24, 16, 8, 3000, 448)
     )
-    config = transformers.WhisperConfig(
+    config = hf.WhisperConfig(
         d_model=width,
         encoder_layers=layers,
         decoder_layers=layers,
@@ -124,15 +125,13 @@ def whisper(small: bool) -> Case:
     )
     features = torch.randn(batch, 80, frames)
     labels = torch.randint(500, (batch, words))
-    return Case(
-        transformers.WhisperForConditionalGeneration(config), {"input_features": features, "labels": labels}
-    )
+    return Case(hf.WhisperForConditionalGeneration(config), {"input_features": features, "labels": labels})
 
 
 def t5(small: bool) -> Case:
     """T5 large."""
     width, layers, heads, batch, length = (64, 2, 4, 2, 32) if small else (1024, 24, 16, 8, 512)
-    config = transformers.T5Config(
+    config = hf.T5Config(
         d_model=width,
         num_layers=layers,
         num_heads=heads,
@@ -140,7 +139,7 @@ def t5(small: bool) -> Case:
         d_kv=width // heads,
         decoder_start_token_id=0,
     )
-    return Case(transformers.T5ForConditionalGeneration(config), text(500, batch, length))
+    return Case(hf.T5ForConditionalGeneration(config), text(500, batch, length))
 
 
 CASES: dict[str, Callable[[bool], Case]] = {
@@ -208,12 +207,12 @@ class Bench:
         if self.device == "cpu":
             with MemoryTracker() as memory:
                 self.step()
-            return memory.peak_bytes + sum(p.nbytes for p in self.model.parameters())
+            return int(memory.peak_bytes) + sum(p.nbytes for p in self.model.parameters())
         torch.cuda.reset_peak_memory_stats()
         self.step()
-        return torch.cuda.max_memory_allocated()
+        return int(torch.cuda.max_memory_allocated())
 
-    def fit(self, budget: int, engine: str) -> tuple[recoup.fitting.Fitted, float]:
+    def fit(self, budget: int, engine: str) -> tuple[Any, float]:
         """A plan, and the seconds it took to make."""
         self.checkpoint(None)
         start = time.perf_counter()

@@ -184,6 +184,7 @@ def test_public_names() -> None:
         "checkpoint",
         "describe",
         "errors",
+        "explain",
         "fit",
         "frontier",
         "is_replaying",

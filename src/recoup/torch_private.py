@@ -238,7 +238,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_schema": "which arguments an operation writes to, and its name",
         "_overloadpacket": "the key of torch's FLOP formulas",
     },
-    "function": {"_dynamo_marked_constant": "what `torch.compiler.assume_constant_result` sets"},
+    "function": {
+        "_dynamo_marked_constant": "what `torch.compiler.assume_constant_result` sets",
+        "_torchdynamo_orig_callable": "what `torch.compile` was given",
+    },
     "Optimizer": {"_optimizer_step_pre_hooks": "a copy of an optimizer starts without hooks"},
     "TorchDispatchMode": {"_should_skip_dynamo": "overridden, as asking takes longer than most operations"},
 }
