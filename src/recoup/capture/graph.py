@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from recoup.planning.graphs import Operation, OpGraph, evaluate_held
 
-__all__ = ["DROPOUT", "UnitGraph", "digest_of", "is_random", "masked_result"]
+__all__ = ["DROPOUT", "UnitGraph", "changed_inputs", "digest_of", "is_random", "is_view", "masked_result"]
 
 DROPOUT = torch.ops.aten.native_dropout.default
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -43,6 +43,18 @@ def masked_result(node: Node) -> Node | None:
         return None
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     return parts[0] if parts.keys() == {0, 1} and node.args[2] is not False else None
+
+
+def changed_inputs(graph: Graph) -> list[Node]:
+    """The inputs that the forward changes in place, such as the running statistics of a normalization."""
+    outputs = graph.find_nodes(op="output")[0].meta.get("desc", ())
+    changed = [output.mutated_input for output in outputs if hasattr(output, "mutated_input")]
+    return [node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed]
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's results are views of what it reads."""
+    return getattr(node.target, "is_view", False)
 
 
 def digest_of(graph: Graph) -> str:
@@ -155,8 +167,8 @@ class _Reader:
                 elif made and node.target is not operator.getitem:
                     nodes.append(node)
                     operations.append(Operation(0.0, tuple(sorted(inputs)), made, not is_random(node)))
-                elif len(values := self._values(node)) == 1 and self.makers[values[0]] is not node:
-                    views[node] = values[0]
+                elif len(values := set(self._values(node))) == 1 and self.makers[min(values)] is not node:
+                    views[node] = min(values)
             elif node.op != "output":
                 reads = [read for read in node.all_input_nodes if read not in later]
                 needed |= {value for read in reads for value in self._values(read)}

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup.capture.cut import Cut
-from recoup.capture.graph import UnitGraph, is_random, masked_result
+from recoup.capture.graph import UnitGraph, changed_inputs, is_random, is_view, masked_result
 from recoup.torch_private import default_partition, min_cut_partition
 
 __all__ = ["partition"]
@@ -38,6 +38,7 @@ def partition(
     kept, again = graph.recomputed(cut.saves)
     dropped = {node for node in again if _is_of_dropout(node)}
     again = again - dropped | {_made_again(joint, node) for node in dropped}
+    kept |= {_copied(joint, node) for node in changed_inputs(joint.graph) if _is_read_by(node, again)}
     _mark(kept, CheckpointPolicy.MUST_SAVE)
     _mark(again, CheckpointPolicy.MUST_RECOMPUTE)
     parts: Parts = min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
@@ -64,6 +65,21 @@ def _made_again(joint: GraphModule, result: Node) -> Node:
     result.replace_all_uses_with(again)
     joint.graph.erase_node(result)
     return again
+
+
+def _is_read_by(node: Node, again: set[Node]) -> bool:
+    """Whether nodes read a node's result, or a view of it."""
+    return any(user in again or (is_view(user) and _is_read_by(user, again)) for user in node.users)
+
+
+def _copied(joint: GraphModule, changed: Node) -> Node:
+    """A copy of an input from before the forward changes it in place, which all operations read instead."""
+    first = next(node for node in joint.graph.nodes if node.op != "placeholder")
+    with joint.graph.inserting_before(first):
+        copy = joint.graph.call_function(torch.ops.aten.clone.default, (changed,))
+    copy.meta = {"val": changed.meta["val"].clone()}
+    changed.replace_all_uses_with(copy, lambda user: user is not copy and user.op != "output")
+    return copy
 
 
 def _keep_all(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> Parts:

@@ -122,7 +122,7 @@ def _call_alone(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _reason(error: BaseException) -> str:
     """The first line of the innermost cause."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    while (cause := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+        error = cause
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
