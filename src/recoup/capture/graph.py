@@ -22,7 +22,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from recoup.planning.graphs import Operation, OpGraph, evaluate_held
 
-__all__ = ["DROPOUT", "UnitGraph", "changed_inputs", "digest_of", "is_random", "is_view", "masked_result"]
+__all__ = [
+    "DROPOUT",
+    "UnitGraph",
+    "changed_inputs",
+    "digest_of",
+    "is_random",
+    "is_view",
+    "masked_result",
+    "sized_by_values",
+]
 
 DROPOUT = torch.ops.aten.native_dropout.default
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -50,6 +59,16 @@ def changed_inputs(graph: Graph) -> list[Node]:
     outputs = graph.find_nodes(op="output")[0].meta.get("desc", ())
     changed = [output.mutated_input for output in outputs if hasattr(output, "mutated_input")]
     return [node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed]
+
+
+def sized_by_values(graph: Graph) -> Node | None:
+    """The first operation whose result has a size that is not known before it runs."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, Tensor) else (value,)
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            return node  # type: ignore[no-any-return]
+    return None
 
 
 def is_view(node: Node) -> bool:

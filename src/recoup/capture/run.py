@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from types import FunctionType
 from typing import Any
 from warnings import warn
@@ -19,7 +20,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from recoup.capture.cut import Cut
-from recoup.capture.graph import UnitGraph
+from recoup.capture.graph import UnitGraph, sized_by_values
 from recoup.capture.partition import partition
 from recoup.errors import CaptureError, RecoupWarning
 from recoup.torch_private import (
@@ -31,6 +32,7 @@ from recoup.torch_private import (
 
 __all__ = ["capture", "graph_of", "run_cut"]
 
+_numbers = count()
 _functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
 _graphs: dict[str, UnitGraph] = {}
 
@@ -52,6 +54,8 @@ def capture(
     found: list[UnitGraph] = []
 
     def see(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+        if (node := sized_by_values(joint.graph)) is not None:
+            raise CaptureError(f"the size of a result depends on values ({node.name})")
         graph = UnitGraph.of(joint.graph, num_fwd_outputs)
         found.append(graph)
         parts = partition(Cut(engine, ""), joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
@@ -99,7 +103,8 @@ def run_cut(cut: Cut, forward: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def _compiled(cut: Cut, partition: Callable[..., Any]) -> Callable[..., Any]:
-    code = _template.__code__.replace(co_name=f"unit_{len(_functions)}")
+    # By its name the compiler knows in which shapes a function was called before, to make those that vary symbolic.
+    code = _template.__code__.replace(co_name=f"unit_{next(_numbers)}")
     function = FunctionType(code, _template.__globals__, code.co_name)
     if cut.engine == "compiled":
         from recoup.capture.partitioner import Partitioner
