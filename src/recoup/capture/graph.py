@@ -64,7 +64,7 @@ def changed_inputs(graph: Graph) -> list[Node]:
 def sized_by_values(graph: Graph) -> Node | None:
     """The first operation whose result has a size that is not known before it runs."""
     for node in graph.nodes:
-        value = node.meta.get("val")
+        value = node.meta.get("val") if node.op == "call_function" else None
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         if any(isinstance(size, torch.SymInt) for size in sizes):
             return node  # type: ignore[no-any-return]
