@@ -207,7 +207,7 @@ class Bench:
         if self.device == "cpu":
             with MemoryTracker() as memory:
                 self.step()
-            return int(memory.peak_bytes) + sum(p.nbytes for p in self.model.parameters())
+            return int(memory.peak_bytes + sum(p.nbytes for p in self.model.parameters()))
         torch.cuda.reset_peak_memory_stats()
         self.step()
         return int(torch.cuda.max_memory_allocated())

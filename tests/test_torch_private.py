@@ -46,7 +46,7 @@ def samples() -> dict[str, Any]:
         "Module": nn.Module(),
         "Node": weight.exp().grad_fn,
         "OpOverload": torch.ops.aten.add.Tensor,
-        "function": torch.compiler.assume_constant_result(lambda: 0),
+        "function": torch.compile(torch.compiler.assume_constant_result(lambda: 0)),
         "Optimizer": torch.optim.SGD([weight], lr=0.1),
         "TorchDispatchMode": TorchDispatchMode,
     }
