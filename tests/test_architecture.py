@@ -32,7 +32,7 @@ ALLOWED = {
     "model": {"capture", "checkpointing", "devices", "snapshot", "tensors"},
     "plans": {"budgets", "model", "planning"},
     "measuring": {"capture", "checkpointing", "devices", "model", "planning", "plans", "snapshot", "tensors"},
-    "engines": {"checkpointing", "devices", "model", "planning", "plans", "policies", "tensors"},
+    "engines": {"capture", "checkpointing", "devices", "model", "planning", "plans", "policies", "tensors"},
     "auditing": {"checkpointing", "devices", "model", "snapshot", "tensors"},
     "report": {"auditing", "capture", "engines", "model", "planning", "plans"},
     "fitting": {

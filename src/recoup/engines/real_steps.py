@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from recoup.capture.graph import is_random
+from recoup.capture.run import graph_of
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.engines.drift import deterministically
@@ -69,6 +71,15 @@ class RealSteps:
         recipes = [unit.recipes[0] for unit in self.profile.units]
         return any(recipe.kept.cut is not None for recipe in recipes)
 
+    @property
+    def draws(self) -> bool:
+        """Whether captured units draw random numbers."""
+        cuts = {
+            recipe.cut for unit in self.profile.units for recipe in unit.recipes if recipe.cut is not None
+        }
+        graphs = [graph for graph in map(graph_of, cuts) if graph is not None]
+        return any(map(is_random, (node for graph in graphs for node in graph.nodes)))
+
     @contextmanager
     def plainly(self) -> Iterator[None]:
         """Steps without the plan, with the caches off that it switches off; generated code stays generated."""
@@ -120,7 +131,9 @@ class RealSteps:
 
         def time_step() -> Timing:
             # A step of the user's may do something else each time: all begin with the same counters.
-            with self.step.repeated() if self.step.changes_parameters else nullcontext():
+            # Comparisons of replays are rare in a long training: they would count too much in a few steps.
+            repeated = self.step.repeated() if self.step.changes_parameters else nullcontext()
+            with repeated, sampling("never"):
                 self._prepare()
                 return self.meter.time_step(self._run)
 

@@ -85,8 +85,8 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
         compared = compare_units(step, plan)
         gradients, drifting = _unit_by_unit(compared), tuple(compared.drifting)
     else:
-        drifting = _compare(steps, prints, plain_prints)
-        gradients = _in_words(drifting) + (_against_eager(steps) if steps.is_generated else "")
+        compare = _compare_generated if steps.is_generated else _compare
+        drifting, gradients = compare(steps, prints, plain_prints)
     if steps.is_cacheless():
         gradients += " to a step with use_cache off"
     return Verification(
@@ -119,16 +119,43 @@ def _unit_by_unit(compared: Compared) -> str:
     return f"{_in_words(tuple(compared.drifting))}, unit by unit{skipped}"
 
 
-def _against_eager(steps: RealSteps) -> str:
-    """How far generated code is from eager code, in words."""
+def _compare_generated(
+    steps: RealSteps, fitted: dict[str, Fingerprint], plain: dict[str, Fingerprint]
+) -> tuple[tuple[Drift, ...], str]:
+    """Compares gradients of generated code with those of the same code with everything kept, and of eager code.
+
+    Generated code rounds as it is fused, and it is fused by what is kept: as far as it is from eager code, code for
+    another cut may be from it. It draws its random numbers in an order of its own.
+    """
+    names = differing(fitted, plain)
     ours = steps.results(on_host)
+    with steps.plainly():
+        kept = steps.results(on_host)
     with steps.eagerly():
         eager = steps.results(on_host)
-    error = max((drift.relative_error for drift in drift_between(eager, ours)), default=0.0)
-    drawn = " (it draws other random numbers)" if error > _ROUNDING else ""
-    return (
-        f" to the compiled step with everything kept, relative error against eager up to {error:.2g}{drawn}"
+    found, rounding = drift_between(kept, ours), drift_between(eager, kept)
+    error = _largest(rounding)
+    against = f"relative error against eager up to {error:.2g}"
+    if not names and not found:
+        return (), f"bit-equal to the compiled step with everything kept, {against}{_drawn(error)}"
+    if _largest(found) > _ROUNDING and steps.draws:
+        return (), "not compared: generated code draws random numbers in an order of its own"
+    if wrong := too_far(found, rounding):
+        raise VerificationError(
+            f"Under the plan the gradient of {list_drifts(wrong)} differs from that of the compiled step with everything"
+            " kept by more than rounding. Fit with engine='captured' or 'eager'."
+        )
+    return tuple(found), (
+        f"relative error up to {_largest(found):.2g} to the compiled step with everything kept, {against}"
     )
+
+
+def _largest(found: list[Drift]) -> float:
+    return max((drift.relative_error for drift in found), default=0.0)
+
+
+def _drawn(error: float) -> str:
+    return " (it draws other random numbers)" if error > _ROUNDING else ""
 
 
 def _notes(steps: RealSteps) -> tuple[str, ...]:
@@ -158,11 +185,11 @@ def _plain_prints(steps: RealSteps) -> dict[str, Fingerprint] | None:
 
 def _compare(
     steps: RealSteps, fitted: dict[str, Fingerprint], plain: dict[str, Fingerprint]
-) -> tuple[Drift, ...]:
-    """Compares gradients bit by bit; returns those that differ as plain steps differ among themselves."""
+) -> tuple[tuple[Drift, ...], str]:
+    """Compares gradients bit by bit; returns those that differ as plain steps differ among themselves, and words."""
     names = differing(fitted, plain)
     if not names:
-        return ()
+        return (), _in_words(())
     with steps.plainly():
         again = (steps.results(fingerprint) for _ in range(_MOST_PLAIN_STEPS))
         drifts = any(differing(plain, prints) for prints in again)
@@ -178,7 +205,8 @@ def _compare(
             " itself in its replay."
         )
     # Equal in these runs, but not in the first ones.
-    return tuple(found) or tuple(Drift(name, 0.0, 1.0) for name in names)
+    drifting = tuple(found) or tuple(Drift(name, 0.0, 1.0) for name in names)
+    return drifting, _in_words(drifting)
 
 
 def _over_budget(peak_bytes: int, plan: ModelPlan) -> OverBudgetError:
