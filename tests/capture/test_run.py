@@ -1,0 +1,327 @@
+"""One compilation for each kind and cut; what cannot be captured; both engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from capture.blocks import Attention, FeedForward, StochasticDepth, TwoDropouts, Unit
+from capture.cuts import Operations, assert_equal, at, captured, held_bytes, recomputed, step
+from torch import Tensor, nn
+
+import recoup.capture.run
+from recoup.capture.cut import Cut
+from recoup.capture.run import capture, graph_of
+from recoup.checkpointing import Checkpoint
+from recoup.errors import CaptureError, RecoupWarning
+
+pytestmark = [
+    # The compiler looks at the gradients of what it is given.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning"),
+    # Its code generator imports what torch itself calls deprecated.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    recoup.capture.run._functions.clear()
+    torch._dynamo.reset()
+    yield
+    recoup.capture.run._functions.clear()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled_cuts(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
+    """How often each cut was compiled, by what it saves."""
+    counts: Counter[Any] = Counter()
+    original = recoup.capture.run.partition
+
+    def partition(cut: Cut, *args: Any, **kwargs: Any) -> Any:
+        counts[cut.saves] += 1
+        return original(cut, *args, **kwargs)
+
+    monkeypatch.setattr(recoup.capture.run, "partition", partition)
+    return counts
+
+
+def train_at(module: nn.Module, cut: Cut, x: Tensor) -> None:
+    at(module, cut)(x.clone().requires_grad_()).sum().backward()
+
+
+class TestCompilations:
+    def test_one_for_all_units_of_a_kind(self, compiled_cuts: Counter[Any]) -> None:
+        modules = [FeedForward() for _ in range(5)]
+        graph = captured(modules[0], modules[0].given())
+        assert compiled_cuts == {None: 1}
+        own, cut = Cut("captured", graph.digest), Cut("captured", graph.digest, ("addmm",))
+        for _ in range(2):
+            for module in modules:
+                train_at(module, own, torch.randn(4, 8))
+                train_at(module, cut, torch.randn(4, 8))
+        assert compiled_cuts == {None: 1, ("addmm",): 1}
+
+    def test_cuts_do_not_take_turns(self, compiled_cuts: Counter[Any]) -> None:
+        module = FeedForward()
+        graph = captured(module, module.given())
+        every = [Cut("captured", graph.digest, saves) for saves in ((), ("addmm",), ("gelu",), ("addmm", "gelu"))]
+        for _ in range(3):
+            for cut in every:
+                train_at(module, cut, torch.randn(4, 8))
+        assert [compiled_cuts[cut.saves] for cut in every] == [1, 1, 1, 1]
+
+    def test_smaller_batches_and_shorter_sequences_need_one_more(self, compiled_cuts: Counter[Any]) -> None:
+        module = FeedForward()
+        args = (torch.randn(6, 5, 8, requires_grad=True),)
+        cut = Cut("captured", captured(module, (args, {})).digest, ("addmm",))
+        expected = {}
+        shapes = [(6, 5), (4, 5), (3, 5), (5, 5), (2, 5), (4, 4), (3, 3), (2, 2), (6, 5)]
+        for shape in shapes:
+            given = (torch.randn(*shape, 8, requires_grad=True),), {}
+            expected = step(module, module.forward, given)
+            assert_equal(step(module, at(module, cut), given), expected, cut)
+        # The sample's; then a symbolic batch; then a symbolic sequence.
+        assert compiled_cuts[("addmm",)] <= 3
+        before = compiled_cuts[("addmm",)]
+        for rows in (7, 9, 11):
+            train_at(module, cut, torch.randn(rows, 4, 8))
+        assert compiled_cuts[("addmm",)] == before
+
+    def test_a_function_with_dropout_in_other_sizes_draws_once(self) -> None:
+        module = TwoDropouts()
+        cut = Cut("captured", captured(module, module.given()).digest, ())
+        for rows in (4, 3, 2, 5):
+            given = (torch.randn(rows, 8, requires_grad=True),), {}
+            assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
+    def test_train_and_eval(self, compiled_cuts: Counter[Any]) -> None:
+        class Dropping(Unit):
+            def forward(self, x: Tensor) -> Tensor:
+                return self.b(nn.functional.dropout(torch.tanh(self.a(x)), 0.5, self.training))
+
+        module = Dropping()
+        given = module.given()
+        cut = Cut("captured", captured(module, given).digest, ())
+        for _ in range(2):
+            for mode in (True, False):
+                module.train(mode)
+                expected = step(module, module.forward, given)
+                assert_equal(step(module, at(module, cut), given), expected, cut)
+        assert compiled_cuts[()] == 2
+
+    def test_autocast(self) -> None:
+        module = FeedForward()
+        given = module.given()
+        graph = captured(module, given)
+        cut = Cut("captured", graph.digest, ())
+        for is_on in (False, True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                assert at(module, cut)(*given[0]).dtype == module(*given[0]).dtype
+                expected = step(module, module.forward, given)
+                assert_equal(step(module, at(module, cut), given), expected, cut)
+
+    def test_without_gradients(self) -> None:
+        module = FeedForward()
+        given = module.given()
+        cut = Cut("captured", captured(module, given).digest, ())
+        with torch.no_grad():
+            assert torch.equal(at(module, cut)(*given[0]), module(*given[0]))
+
+
+class TestNested:
+    @pytest.mark.parametrize("kind", [FeedForward, TwoDropouts, Attention])
+    def test_a_checkpoint_around_a_captured_call(self, kind: Any) -> None:
+        module = kind()
+        given = module.given()
+        graph = captured(module, given)
+        for saves in (None, ()):
+            cut = Cut("captured", graph.digest, saves)
+            checkpointed = Checkpoint()(at(module, cut))
+            assert_equal(step(module, checkpointed, given), step(module, module.forward, given), cut)
+
+    def test_it_holds_nothing(self) -> None:
+        module = FeedForward()
+        given = module.given()
+        assert held_bytes(Checkpoint()(at(module, Cut("captured", captured(module, given).digest))), given) == 0
+
+    def test_its_replay_runs_each_operation_once_more(self) -> None:
+        module = FeedForward()
+        given = module.given()
+        own = at(module, Cut("captured", captured(module, given).digest))
+        found = recomputed(Checkpoint()(own), given, own)
+        assert {name: found[name] for name in ("native_layer_norm", "addmm", "gelu")} == {
+            "native_layer_norm": 1,
+            "addmm": 2,
+            "gelu": 1,
+        }
+
+
+class TestWhatCannotBeCaptured:
+    def test_a_graph_break(self) -> None:
+        class Breaking(Unit):
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.a(x)
+                torch._dynamo.graph_break()
+                return torch.tanh(y)
+
+        module = Breaking()
+        with pytest.raises(CaptureError, match="graph_break"):
+            captured(module, module.given())
+
+    def test_control_flow_that_depends_on_values(self) -> None:
+        class Choosing(Unit):
+            def forward(self, x: Tensor) -> Tensor:
+                return self.a(x) if x.sum() > 0 else self.b(x)
+
+        module = Choosing()
+        with pytest.raises(CaptureError, match="[Dd]ata-dependent"):
+            captured(module, module.given())
+
+    def test_nothing_to_train(self) -> None:
+        module = FeedForward().requires_grad_(False)
+        with pytest.raises(CaptureError, match="nothing in it needs a gradient"):
+            capture("captured", module.forward, (torch.randn(4, 8),), {})
+
+    def test_an_error_of_the_user_s_own_is_named(self) -> None:
+        class Wrong(Unit):
+            def forward(self, x: Tensor) -> Tensor:
+                return self.a(x[:, :5])
+
+        module = Wrong()
+        with pytest.raises(Exception, match=r"(?i)shape|size|fake tensor"):
+            captured(module, module.given())
+
+    def test_a_call_unlike_the_captured_one_runs_eagerly(self) -> None:
+        class Sometimes(Unit):
+            def forward(self, x: Tensor, *, is_odd: bool = False) -> Tensor:
+                y = torch.tanh(self.a(x))
+                if is_odd and y.sum() > 1e9:
+                    return y
+                return self.b(y)
+
+        module = Sometimes()
+        given = module.given()
+        cut = Cut("captured", captured(module, given).digest, ())
+        odd = (given[0], {"is_odd": True})
+        expected = step(module, module.forward, odd)
+        with pytest.warns(RecoupWarning, match=r"class Sometimes runs eagerly.*could not capture this call \("):
+            ours = step(module, at(module, cut), odd)
+        assert_equal(ours, expected, cut)
+        assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
+    def test_a_graph_of_another_process(self) -> None:
+        assert graph_of(Cut("captured", "of another process")) is None
+        module = FeedForward()
+        given = module.given()
+        cut = Cut("captured", "of another process", ("addmm",))
+        assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
+
+class Tiny(Unit):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(torch.sin(self.a(x))))
+
+
+class TestCompiled:
+    """Generated code takes seconds to compile: a handful of cases."""
+
+    @pytest.mark.parametrize("kind", [Tiny, TwoDropouts, StochasticDepth])
+    def test_every_cut_is_bit_equal_to_the_engine_s_own(self, kind: Any) -> None:
+        module = kind()
+        given = module.given()
+        graph = captured(module, given, "compiled")
+        own = Cut("compiled", graph.digest)
+        expected = step(module, at(module, own), given)
+        names = tuple(node.name for node in graph.makers if node.op != "placeholder")
+        for saves in ((), names):
+            cut = Cut("compiled", graph.digest, saves)
+            assert_equal(step(module, at(module, cut), given), expected, cut)
+
+    def test_close_to_eager_and_generated(self) -> None:
+        module = Tiny()
+        given = module.given()
+        own = at(module, Cut("compiled", captured(module, given, "compiled").digest))
+        eager, ours = step(module, module.forward, given), step(module, own, given)
+        for name, value in eager.items():
+            assert torch.allclose(ours[name].float(), value.float(), rtol=1e-4, atol=1e-6), name
+        with Operations() as operations:
+            own(*given[0])
+        assert not {"sin", "tanh"} & set(operations.counts)  # fused
+
+    def test_bytes_of_generated_code(self) -> None:
+        module = Tiny()
+        given = module.given()
+        graph = captured(module, given, "compiled")
+        one = 4 * 8 * 4
+        assert held_bytes(at(module, Cut("compiled", graph.digest, ())), given) == 0
+        assert held_bytes(at(module, Cut("compiled", graph.digest, ("addmm",))), given) == one
+
+
+PROGRAM = """
+    import json, sys
+    import torch
+    from torch import nn
+    from torch._dynamo.utils import counters
+    from recoup.capture.cut import Cut
+    from recoup.capture.run import capture, run_cut
+
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.tanh(self.b(torch.sin(self.a(x))))
+
+    torch.manual_seed(0)
+    module, x = Unit(), torch.randn(4, 8, requires_grad=True)
+    graph = capture("compiled", module.forward, (x,), {})
+    missed, held = [], []
+    for saves in json.loads(sys.argv[1]):
+        cut = Cut("compiled", graph.digest, tuple(saves))
+        output = run_cut(cut, module.forward, (x,), {})
+        held.append(sorted(list(one.shape) for one in output.grad_fn.saved_tensors))
+        output.sum().backward()
+        missed.append(counters["inductor"]["fxgraph_cache_miss"])
+    print(json.dumps([missed, held]))
+"""
+
+
+class TestCaches:
+    def run(self, folder: Path, *saves: tuple[str, ...]) -> tuple[list[int], list[Any]]:
+        """After each cut, the number of graphs that no cache had; and the shapes that each cut holds."""
+        found = subprocess.run(
+            [sys.executable, "-c", dedent(PROGRAM), json.dumps(saves)],
+            env={
+                **os.environ,
+                "TORCHINDUCTOR_CACHE_DIR": str(folder),
+                "PYTHONPATH": str(Path(recoup.__file__).parent.parent),
+                "OMP_NUM_THREADS": "1",
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=folder,
+        )
+        missed, held = json.loads(found.stdout.splitlines()[-1])
+        return missed, held
+
+    def test_the_same_plan_compiles_nothing_anew_and_another_one_runs_as_planned(self, tmp_path: Path) -> None:
+        missed, (nothing,) = self.run(tmp_path, ())
+        assert missed[0] > 0
+        # In a second process, with the same folder; then another plan for the same graph, which the cache lacks.
+        missed, (same, other) = self.run(tmp_path, (), ("addmm",))
+        assert missed[0] == 0
+        assert same == nothing
+        assert missed[1] > 0
+        assert other.count([4, 8]) == same.count([4, 8]) + 1
