@@ -24,7 +24,7 @@ from recoup.measuring.stream.timing import time_inside
 from recoup.measuring.unit.captured import captured_recipes
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
 from recoup.measuring.unit.pace import USUAL_PACE, Pace, find_pace, time_plain_step
-from recoup.measuring.unit.recipes import Effort, useful_recipes
+from recoup.measuring.unit.recipes import Effort, large_behaviours, useful_recipes
 from recoup.model.conditions import recording
 from recoup.model.optimizers import Optimizers
 from recoup.model.recipe import KEEP, InnerForward, Recipe
@@ -209,7 +209,7 @@ class Measurement:
         recipes = {
             kind: effort.recipes(calls[index], inside_s[index], unsafe) for kind, index in timed.items()
         }
-        uncaptured = self._capture(timed, recipes, effort) if self.engine != "eager" else {}
+        uncaptured = self._capture(timed, recipes) if self.engine != "eager" else {}
         _progress(3)
         sizes = self._measure_bytes(first, recipes, accumulates)
         _progress(4)
@@ -249,9 +249,7 @@ class Measurement:
         time_inside(call, modules, self.meter)  # warm-up
         return time_inside(call, modules, self.meter)
 
-    def _capture(
-        self, timed: Mapping[_Kind, int], recipes: dict[_Kind, list[Recipe]], effort: Effort
-    ) -> dict[str, str]:
+    def _capture(self, timed: Mapping[_Kind, int], recipes: dict[_Kind, list[Recipe]]) -> dict[str, str]:
         """Replaces recipes by those of captured units; returns, by unit name, why units could not be captured."""
         seconds = OperationSeconds(self.meter)
 
@@ -261,7 +259,9 @@ class Measurement:
             except CaptureError as error:
                 return str(error)
 
-        wanted = {index for index in timed.values() if self.calls[index].behaviour in effort.large}
+        # What its own code saves counts as well: a unit need not call modules to be worth capturing.
+        large = large_behaviours((seen.behaviour, seen.saved_bytes) for seen in self.calls)
+        wanted = {index for index in timed.values() if self.calls[index].behaviour in large}
         _, found = self.passes.visit(wanted, see)
         reasons: dict[str, str] = {}
         for kind, index in timed.items():

@@ -95,6 +95,7 @@ class SeenCall:
         outputs: storages that it hands on.
         output_numbers: of the storages of all tensors among its outputs, in their order; None for what is resident.
         saved_arguments: those of its arguments that its own graph saves.
+        saved_bytes: that its own graph saves, but for its arguments.
         saved_inside: by modules directly inside it, bytes that their graphs save.
         num_saved: by the same modules, how many tensors their graphs save; by ``""``, those of the whole call.
         gradients: of its outputs, by storage.
@@ -120,6 +121,7 @@ class SeenCall:
     outputs: Storages
     output_numbers: tuple[int | None, ...]
     saved_arguments: frozenset[int]
+    saved_bytes: int
     saved_inside: dict[str, int]
     num_saved: dict[str, int]
     gradients: Storages
@@ -356,6 +358,7 @@ class _Looker(Visitor):
                 self.numbers.of(output),
                 tuple(map(self.numbers.of_tensor, tensors_in(output))),
                 frozenset(self._saved_arguments),
+                sum(saved.values()),
                 saved_inside,
                 {"": num_saved[call.module], **{names[module]: num_saved[module] for module in called}},
                 self.numbers.gradients(output),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from recoup.measuring.stream.structure import SeenCall
 from recoup.measuring.unit.one_unit import CallBytes, CallSeconds
 from recoup.model.recipe import KEEP, RECOMPUTE, Recipe
 
-__all__ = ["Effort", "promising_recipes", "useful_recipes"]
+__all__ = ["Effort", "large_behaviours", "promising_recipes", "useful_recipes"]
 
 # Units that save less than this share of what all units save get only the two usual recipes.
 _SMALL_SHARE = 0.04
@@ -44,11 +44,7 @@ class Effort:
     @classmethod
     def for_calls(cls, calls: Sequence[SeenCall]) -> Effort:
         """The effort for a step's calls."""
-        saved: dict[Any, int] = defaultdict(int)
-        for seen in calls:
-            saved[seen.behaviour] += sum(seen.saved_inside.values())
-        total = sum(saved.values())
-        large = frozenset(behaviour for behaviour, size in saved.items() if size > _SMALL_SHARE * total)
+        large = large_behaviours((seen.behaviour, sum(seen.saved_inside.values())) for seen in calls)
         num_kinds = len({seen.kind for seen in calls if seen.behaviour in large})
         num_partial = 4 if num_kinds <= 2 else 2 if num_kinds <= 4 else 1
         repeats = 3 if len(large) <= 2 else 2 if len(large) <= 4 else 1
@@ -63,6 +59,19 @@ class Effort:
         if seen.behaviour not in self.large:
             return [KEEP, RECOMPUTE]
         return promising_recipes(seen.saved_inside, inside_s, num_partial=self.num_partial)
+
+
+def large_behaviours(saved_bytes: Iterable[tuple[Any, int]]) -> frozenset[Any]:
+    """The behaviours that save more than a small share of what all calls save.
+
+    >>> sorted(large_behaviours([("block", 60), ("norm", 3), ("block", 37)]))
+    ['block']
+    """
+    saved: dict[Any, int] = defaultdict(int)
+    for behaviour, size in saved_bytes:
+        saved[behaviour] += size
+    total = sum(saved.values())
+    return frozenset(behaviour for behaviour, size in saved.items() if size > _SMALL_SHARE * total)
 
 
 def promising_recipes(
