@@ -74,7 +74,9 @@ class TestCompilations:
     def test_cuts_do_not_take_turns(self, compiled_cuts: Counter[Any]) -> None:
         module = FeedForward()
         graph = captured(module, module.given())
-        every = [Cut("captured", graph.digest, saves) for saves in ((), ("addmm",), ("gelu",), ("addmm", "gelu"))]
+        every = [
+            Cut("captured", graph.digest, saves) for saves in ((), ("addmm",), ("gelu",), ("addmm", "gelu"))
+        ]
         for _ in range(3):
             for cut in every:
                 train_at(module, cut, torch.randn(4, 8))
@@ -152,7 +154,9 @@ class TestNested:
     def test_it_holds_nothing(self) -> None:
         module = FeedForward()
         given = module.given()
-        assert held_bytes(Checkpoint()(at(module, Cut("captured", captured(module, given).digest))), given) == 0
+        assert (
+            held_bytes(Checkpoint()(at(module, Cut("captured", captured(module, given).digest))), given) == 0
+        )
 
     def test_its_replay_runs_each_operation_once_more(self) -> None:
         module = FeedForward()
@@ -184,7 +188,7 @@ class TestWhatCannotBeCaptured:
                 return self.a(x) if x.sum() > 0 else self.b(x)
 
         module = Choosing()
-        with pytest.raises(CaptureError, match="[Dd]ata-dependent"):
+        with pytest.raises(CaptureError, match=r"[Dd]ata-dependent"):
             captured(module, module.given())
 
     def test_nothing_to_train(self) -> None:
@@ -214,7 +218,9 @@ class TestWhatCannotBeCaptured:
         cut = Cut("captured", captured(module, given).digest, ())
         odd = (given[0], {"is_odd": True})
         expected = step(module, module.forward, odd)
-        with pytest.warns(RecoupWarning, match=r"class Sometimes runs eagerly.*could not capture this call \("):
+        with pytest.warns(
+            RecoupWarning, match=r"class Sometimes runs eagerly.*could not capture this call \("
+        ):
             ours = step(module, at(module, cut), odd)
         assert_equal(ours, expected, cut)
         assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
@@ -316,7 +322,9 @@ class TestCaches:
         missed, held = json.loads(found.stdout.splitlines()[-1])
         return missed, held
 
-    def test_the_same_plan_compiles_nothing_anew_and_another_one_runs_as_planned(self, tmp_path: Path) -> None:
+    def test_the_same_plan_compiles_nothing_anew_and_another_one_runs_as_planned(
+        self, tmp_path: Path
+    ) -> None:
         missed, (nothing,) = self.run(tmp_path, ())
         assert missed[0] > 0
         # In a second process, with the same folder; then another plan for the same graph, which the cache lacks.

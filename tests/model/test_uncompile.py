@@ -18,7 +18,9 @@ from recoup.model.uncompile import inner_model, is_compiled, recompile, uncompil
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning"),
     # Measuring sets hooks on all modules, and wrappers call two of them.
-    pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks.*:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Using .torch.compile.module.. when there are global hooks.*:UserWarning"
+    ),
 ]
 
 
