@@ -226,10 +226,10 @@ def interleaved(bench: Bench, ways: list[Callable[[], Any]], num_rounds: int) ->
     for number in range(num_rounds + 1):
         for way, found in zip(ways, times, strict=True):
             way()
-            bench.time_s()  # after a change of hooks the first step may differ
-            seconds = bench.time_s()
+            gc.collect()
+            bench.time_s()  # after a change the first step may differ
             if number:
-                found.append(seconds)
+                found += [bench.time_s(), bench.time_s()]
     return [statistics.median(found) for found in times]
 
 

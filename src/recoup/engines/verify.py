@@ -142,8 +142,8 @@ def _compare_generated(
         return (), "not compared: generated code draws random numbers in an order of its own"
     if wrong := too_far(found, rounding):
         raise VerificationError(
-            f"Under the plan the gradient of {list_drifts(wrong)} differs from that of the compiled step with everything"
-            " kept by more than rounding. Fit with engine='captured' or 'eager'."
+            f"Under the plan the gradient of {list_drifts(wrong)} differs from that of the compiled step with"
+            " everything kept by more than rounding. Fit with engine='captured' or 'eager'."
         )
     return tuple(found), (
         f"relative error up to {_largest(found):.2g} to the compiled step with everything kept, {against}"
