@@ -172,13 +172,13 @@ def budgeted(share: float) -> Iterator[None]:
         yield
 
 
-def compiled_peers(bench: Bench, quick: bool) -> list[Contender]:
+def compiled_peers(bench: Bench, quick: bool, whole_step: int) -> list[Contender]:
     """Everything that torch offers for compiled code."""
     expected = bench.step()
     found = []
     num_blocks = len(bench.plain)
     blocks = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0) if quick else [k / 20 for k in range(20, -1, -1)]
-    wholes = (1.0,) if quick else [k / 10 for k in range(10, -1, -1)]
+    wholes = (1.0,) if quick else [k / 10 for k in range(10, -1, -whole_step)]
     for share in blocks:
         call = torch.compile(own_function(f"block_{share}".replace(".", "_")))
         contender = Contender(f"blocks compiled, budget {share:g}", partial(bench.use, [call] * num_blocks))
@@ -283,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--whole-step", type=int, default=1, help="tenths between budgets of the whole model")
     parser.add_argument("--only", choices=("compiled", "captured"))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", type=Path, default=ROOT / "results")
@@ -311,7 +312,7 @@ def main() -> None:
         peers.clear()  # they hold the other model
         bench = Bench(options.small, LlamaBlock)
         budgets = [int(gib * scale) for gib in COMPILED_GIB]
-        peers = compiled_peers(bench, options.quick)
+        peers = compiled_peers(bench, options.quick, options.whole_step)
         lines += section("Compiled", bench, "compiled", peers, budgets, options.rounds)
         path.write_text("\n".join(lines) + "\n")
     print(f"\nwritten to {path.name}")

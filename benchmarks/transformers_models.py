@@ -254,6 +254,7 @@ def row(
         f" {fit_s:.1f} | {won} |"
     )
     print(line, flush=True)
+    print("   ", fitted.plan.describe_units(), fitted.verification.race, flush=True)
     return line
 
 

@@ -152,10 +152,22 @@ def backend_of_generated_code(partitioner: Any) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     def compile(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        with config.patch(custom_partitioner_fn=partitioner):
+        # The second for `keep_order`: whatever it sets is put back.
+        reorders = config.reorder_for_peak_memory
+        with config.patch(custom_partitioner_fn=partitioner, reorder_for_peak_memory=reorders):
             return compile_fx(module, inputs)
 
     return compile
+
+
+def keep_order() -> None:
+    """Keeps the graph that is being compiled in its order.
+
+    Reordered by memory, two cuts of one graph would draw their random numbers in different orders.
+    """
+    from torch._inductor import config
+
+    config.reorder_for_peak_memory = False
 
 
 _ALLOCATE = "empty_strided_cpu"

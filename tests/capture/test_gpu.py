@@ -13,7 +13,11 @@ from recoup.capture.run import capture, run_cut
 from recoup.capture.seconds import OperationSeconds
 from recoup.devices.meter import make_meter
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 
 class Layer(nn.Module):
@@ -80,6 +84,19 @@ def test_compiled_draws_once_at_every_cut() -> None:
         assert x.grad is not None
         total, size = (output * weight).sum(), (output * weight).norm() * output.numel() ** 0.5
         assert abs(total - (x * x.grad).sum()) < 1e-5 * size, cut.name
+
+
+def test_compiled_draws_in_the_same_order_at_every_cut() -> None:
+    torch.manual_seed(0)
+    layer = Layer(64, 0.1).to("cuda")
+    x = torch.randn(4, 128, 64, device="cuda", requires_grad=True)
+    graph = capture("compiled", layer.forward, (x,), {})
+    cuts = cuts_of(graph, "compiled", OperationSeconds(make_meter(x.device)))
+    expected = gradients(layer, x, lambda x: run_cut(cuts[0], layer.forward, (x,), {}))
+    for cut in cuts[1:]:
+        found = gradients(layer, x, lambda x, cut=cut: run_cut(cut, layer.forward, (x,), {}))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("engine", ["captured", "compiled"])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup.capture.cut import Cut
 from recoup.capture.graph import UnitGraph, changed_inputs, is_random, is_view, masked_result
-from recoup.torch_private import default_partition, min_cut_partition
+from recoup.torch_private import default_partition, keep_order, min_cut_partition
 
 __all__ = ["partition"]
 
@@ -30,11 +30,13 @@ def partition(
     own memory budget it draws random numbers a second time, and gradients are wrong.
     """
     split = _keep_all if cut.engine == "captured" else min_cut_partition
+    graph = UnitGraph.of(joint.graph, num_fwd_outputs)
+    if cut.engine == "compiled" and any(map(is_random, graph.nodes)):
+        keep_order()
     if cut.saves is None:
-        _keep_random(joint, num_fwd_outputs)
+        _keep_random(graph)
         own: Parts = split(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
         return own
-    graph = UnitGraph.of(joint.graph, num_fwd_outputs)
     kept, again = graph.recomputed(cut.saves)
     dropped = {node for node in again if _is_of_dropout(node)}
     again = again - dropped | {_made_again(joint, node) for node in dropped}
@@ -88,8 +90,7 @@ def _keep_all(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> Parts:
     return parts
 
 
-def _keep_random(joint: GraphModule, num_outputs: int) -> None:
-    graph = UnitGraph.of(joint.graph, num_outputs)
+def _keep_random(graph: UnitGraph) -> None:
     kept, _ = graph.recomputed(graph.names(graph.needed))
     _mark({node for node in kept if _is_drawn(node)}, CheckpointPolicy.MUST_SAVE)
 
