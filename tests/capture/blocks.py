@@ -33,6 +33,17 @@ class FeedForward(nn.Module):
         return (torch.randn(4, 8, requires_grad=True),), {}
 
 
+class Block(FeedForward):
+    """The same with dropout."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
 class Normalized(Unit):
     """Its statistics change with each forward, by different amounts."""
 

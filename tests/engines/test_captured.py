@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from everyday.subjects import Block as FeedForward
+from capture.blocks import Block as FeedForward
 from models import GPT, MoE, ResNet, plainly
 from models import Block as Attending
 from real_steps import real_peak_bytes

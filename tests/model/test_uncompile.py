@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from everyday.subjects import Block
+from capture.blocks import Block
 from torch import Tensor, nn
 
 import recoup
