@@ -132,5 +132,7 @@ def _eager(module: nn.Module) -> Any:
     inner = module._modules.get(_INNER)
     if inner is not None:
         return inner.__call__
-    original = vars(module)["forward"]._torchdynamo_orig_callable
-    return original if hasattr(original, "__self__") else MethodType(original, module)
+    compiled = vars(module)["forward"]
+    original = compiled._torchdynamo_orig_callable
+    # What is set on an instance is called without it, unless it was bound to it.
+    return MethodType(original, module) if isinstance(compiled, MethodType) else original
