@@ -188,7 +188,7 @@ def test_bit_equal_to_eager_and_as_large_as_predicted_at_every_budget(name: str)
     assert profile.is_captured
     assert not any(unit.uncaptured for unit in profile.units)
     used = set()
-    for budget_bytes in budgets(profile, 7):
+    for budget_bytes in budgets(profile, 5):
         plan = recoup.plan(profile, budget_bytes)
         used |= cuts_in(plan)
         recoup.apply(model, plan)
