@@ -261,14 +261,17 @@ class _Fitting:
             BudgetError: nothing fits, with any engine; it names the smallest budget of all.
         """
         fitted: dict[str, tuple[ModelPlan, Audit, Verification | None]] = {}
-        refused: list[BudgetError] = []
+        smallest_bytes: dict[str, int] = {}
         for self.engine in engines:
             try:
                 fitted[self.engine] = self.run(units, budget_bytes, verifies=verifies)
             except BudgetError as error:
-                refused.append(error)
+                if len(engines) == 1:
+                    raise
+                smallest_bytes[self.engine] = error.smallest_bytes
         if not fitted:
-            raise min(refused, key=lambda error: error.smallest_bytes)
+            self.engine = min(smallest_bytes, key=lambda name: smallest_bytes[name])
+            return self.run(units, budget_bytes, verifies=verifies)
         if len(fitted) == 1 or not verifies:
             return min(fitted.values(), key=lambda one: one[0].predicted_s)
         candidates = [Candidate(f"engine={name!r}", found[0]) for name, found in fitted.items()]

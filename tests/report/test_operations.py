@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.capture import run
+from recoup.capture.cut import Cut
+from recoup.capture.explain import fates_of
 from recoup.errors import UnitError
 from recoup.plans.profile import Profile
 from recoup.plans.tree import leaves_of
@@ -60,7 +62,7 @@ def fitted(profile: Profile) -> Any:
 def test_the_operations_of_a_captured_unit(captured: Profile) -> None:
     found = recoup.explain(fitted(captured), "blocks.0")
     assert found.unit == "blocks.0"
-    assert found.recipe.startswith("captured, keeps")
+    assert found.recipe.startswith("captured, cut ")
     operations = [one.operation for one in found.operations]
     assert operations[:4] == ["aten.native_layer_norm", "aten.addmm", "aten.gelu", "aten.addmm"]
     assert operations.count("aten.native_dropout") == 2  # its mask, and its result
@@ -84,15 +86,18 @@ def test_as_text(captured: Profile) -> None:
 
 
 def test_fates_are_those_of_the_plan(captured: Profile) -> None:
-    plain = recoup.explain(Made(recoup.plan(captured, captured.plain_bytes)), "blocks.0")
-    least = recoup.explain(fitted(captured), "blocks.0")
+    unit = next(unit for unit in captured.units if unit.name == "blocks.0")
+    cuts = [recipe.cut for recipe in unit.recipes if recipe.cut is not None and not recipe.whole]
+    own, least = cuts[0], min(cuts[1:], key=lambda cut: len(cut.saves or ()))
+    graph = run.graph_of(own)
+    assert graph is not None
 
-    def num_bytes(found: Any, fate: str) -> int:
-        return sum(one.num_bytes for one in found.operations if one.fate == fate)
+    def num_bytes(cut: Cut, fate: str) -> int:
+        return sum(one.num_bytes for one in fates_of(graph, cut) if one.fate == fate)
 
-    assert num_bytes(plain, "recomputed") == 0 or "keeps" in plain.recipe
-    assert num_bytes(least, "kept") < num_bytes(plain, "kept")
-    assert num_bytes(least, "recomputed") > num_bytes(plain, "recomputed")
+    assert num_bytes(own, "recomputed") == 0
+    assert num_bytes(least, "kept") < num_bytes(own, "kept")
+    assert num_bytes(least, "recomputed") > 0
 
 
 def test_a_unit_that_could_not_be_captured(captured: Profile) -> None:

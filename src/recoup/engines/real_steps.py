@@ -84,16 +84,19 @@ class RealSteps:
     def plainly(self) -> Iterator[None]:
         """Steps without the plan, with the caches off that it switches off; generated code stays generated."""
         model = self.step.model
-        with self._cacheless(), kept(model, self.profile) if self.is_generated else suspended(model):
+        cacheless = self._cacheless()
+        with kept(model, self.profile) if self.is_generated else suspended(model), cacheless:
             yield
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """The same without generated code."""
-        with self._cacheless(), suspended(self.step.model):
+        cacheless = self._cacheless()
+        with suspended(self.step.model), cacheless:
             yield
 
     def _cacheless(self) -> AbstractContextManager[None]:
+        """To be made while the plan is on the model, and entered when it is not."""
         model = self.step.model
         return without_caches(model) if _caches_off(model) else nullcontext()
 
