@@ -68,7 +68,7 @@ def capture(
         with graphs_uncached():
             run(function, module, args, kwargs)
     except compiler_errors() as error:
-        raise CaptureError(_reason(error)) from error
+        raise CaptureError(f"torch's compiler cannot capture it ({_reason(error)})") from error
     if not found:
         raise CaptureError("nothing in it needs a gradient")
     graph = _graphs.setdefault(found[-1].digest, found[-1])

@@ -255,7 +255,7 @@ class Measurement:
 
         def see(call: UnitCall) -> list[Recipe] | str:
             try:
-                return captured_recipes(call, self.engine, seconds)
+                return captured_recipes(call, self.engine, seconds, self.calls[call.index].wanted)
             except CaptureError as error:
                 return str(error)
 

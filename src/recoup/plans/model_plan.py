@@ -166,7 +166,7 @@ def _on_engine(profile: Profile) -> Iterator[str]:
             reasons.setdefault(unit.uncaptured, []).append(unit.name)
     for why, names in reasons.items():
         more = f" and {len(names) - 1} more run" if len(names) > 1 else " runs"
-        yield f"{names[0]}{more} eagerly, since torch's compiler cannot capture it: {why}."
+        yield f"{names[0]}{more} eagerly: {why}."
 
 
 def _depth(item: Item) -> int:

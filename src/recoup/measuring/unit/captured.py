@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.fx import Node
 
 from recoup.capture.options import cuts_of
 from recoup.capture.run import capture
+from recoup.errors import CaptureError
 from recoup.measuring.unit.one_unit import forward_and_backward
-from recoup.model.recipe import Recipe, unwrapped
+from recoup.model.cut_graph import gradients_from, seeded
+from recoup.model.recipe import KEEP, Recipe, run_recipe, unwrapped
 from recoup.model.streaming import UnitCall
 
 __all__ = ["captured_recipes"]
 
 
-def captured_recipes(call: UnitCall, engine: str, seconds_of: Callable[[Node], float]) -> list[Recipe]:
+def captured_recipes(
+    call: UnitCall, engine: str, seconds_of: Callable[[Node], float], wanted: Sequence[bool] | None
+) -> list[Recipe]:
     """The cuts that are worth measuring, and the first of them recomputed as a whole.
 
     Each runs once: under a meter, nothing can be compiled.
 
+    Args:
+        call: to capture.
+        engine: ``"captured"`` or ``"compiled"``.
+        seconds_of: an operation's seconds.
+        wanted: for each tensor among its outputs, whether the step gives it a gradient.
+
     Raises:
-        CaptureError: the compiler cannot capture the unit.
+        CaptureError: the compiler cannot capture the unit, or not without a change of what gets a gradient.
     """
     args, kwargs, _ = call.fresh()
     graph = capture(engine, unwrapped(call.fn), args, kwargs)
     recipes = [Recipe(cut=cut) for cut in cuts_of(graph, engine, seconds_of)]
-    for recipe in recipes:
+    if new := _with_gradient(call, recipes[0], wanted) - _with_gradient(call, KEEP, wanted):
+        raise CaptureError(
+            f"{min(new)} gets no gradient in the step, and would get zeros, which optimizers treat otherwise"
+        )
+    for recipe in recipes[1:]:
         for part in forward_and_backward(call, recipe):
             part()
     return [*recipes, Recipe(whole=True, cut=recipes[0].cut)]
+
+
+def _with_gradient(call: UnitCall, recipe: Recipe, wanted: Sequence[bool] | None) -> set[str]:
+    """The names of the parameters that get a gradient."""
+    args, kwargs, _ = call.fresh()
+    named = {name: one for name, one in call.module.named_parameters() if one.requires_grad}
+    seed = seeded(run_recipe(recipe, call.module, call.fn, args, kwargs), wanted)
+    found = gradients_from([seed], list(named.values())) if seed is not None and named else ()
+    return {name for name, gradient in zip(named, found, strict=False) if gradient is not None}
