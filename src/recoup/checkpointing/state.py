@@ -109,9 +109,10 @@ class FunctionState:
         self._noted.append((attributes, noted))
         self._reach.add_code(module)
         for name, value in attributes.items():
-            if type(value) in _PLAIN:
+            kind = type(value)
+            if kind in _PLAIN or (kind is set and not value):
                 continue
-            if isinstance(value, (dict, list)):
+            if kind is dict or isinstance(value, (dict, list)):
                 if not value:  # as most of a module's own dictionaries are: the cheapest of checks is enough
                     self._empty.append(value)
                 elif len(value) <= _MOST_ITEMS or name in _STRUCTURE:
