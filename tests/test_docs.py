@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,25 +28,39 @@ def _fresh_accelerate() -> Iterator[None]:
             state._reset_state()
 
 
+def _only_python(text: str) -> str:
+    """A page with all lines blank that are not Python."""
+    lines = [""] * (text.count("\n") + 1)
+    for match in BLOCK.finditer(text):
+        if match[1] == "python":
+            first, block = text.count("\n", 0, match.start(2)), match[2].splitlines()
+            lines[first : first + len(block)] = block
+    return "\n".join(lines)
+
+
 # What other libraries say of themselves, and of machines without an accelerator.
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*num_workers.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*less than the logging interval.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")
-    namespace: dict[str, object] = {"__name__": "docs"}
+    # Torch's compiler looks up a function's module by name, and reads the whole file: both have to be Python.
+    module, file = ModuleType("docs"), tmp_path / "docs.py"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    file.write_text(_only_python(text), encoding="utf-8")
     previous = ""
     for match in BLOCK.finditer(text):
         kind, block = match.groups()
         if kind == "python":
             line = text.count("\n", 0, match.start(2))
             capsys.readouterr()
-            exec(compile("\n" * line + block, str(page), "exec"), namespace)
+            exec(compile("\n" * line + block, str(file), "exec"), module.__dict__)
         elif kind == "text" and previous == "python":
             assert capsys.readouterr().out == block
         previous = kind
@@ -99,3 +114,19 @@ def test_the_comparison_shows_what_was_compiled() -> None:
     assert (head in section) == (head in results)
     shown = re.findall(r"^\| .* \|$", section, re.MULTILINE)
     assert set(shown) <= set(results.splitlines())
+
+
+@pytest.mark.parametrize("page", ["comparison.md", "howto/compile_and_fit.md"])
+def test_rows_of_compiled_and_captured_units_are_those_of_the_results(page: str) -> None:
+    """Each row is the beginning of one of the results', and none of compiled units is left out."""
+    shown = re.findall(
+        r"^\| [\d.]+ \| [^|]+ \| [\d.]+ \([\d.]+\) .*\|$",
+        (ROOT / "docs" / page).read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    results = (ROOT / "benchmarks" / "results" / "compiled_h200_202611.md").read_text(encoding="utf-8")
+    for row in shown:
+        assert f"\n{row} " in results, row
+    measured = re.findall(r"^\| [\d.]+ \| blocks compiled.*$", results, re.MULTILINE)
+    compiled = [row for row in shown if "blocks compiled" in row]
+    assert len(compiled) == len(measured) > 0
