@@ -256,11 +256,16 @@ def section(
     print(f"{engine}: measured in {build_s:.1f} s", flush=True)
     equal = ""
     if engine == "captured":
+        torch.use_deterministic_algorithms(True, warn_only=True)
         expected = bench.gradients()
+        agrees = all(map(torch.equal, bench.gradients(), expected))
         bench.apply(recoup.plan(profile, bench.fixed_bytes + min(budgets)))
         same = all(map(torch.equal, bench.gradients(), expected))
         del expected
-        equal = f" Gradients are {'bit-equal' if same else '**not** bit-equal'} to the plain model's."
+        torch.use_deterministic_algorithms(False)
+        verdict = "bit-equal" if same else "**not** bit-equal"
+        others = "agree" if agrees else "do not agree either"
+        equal = f" Gradients are {verdict} to the plain model's; two plain steps {others}."
     lines = [
         "",
         f"## {title}",

@@ -28,7 +28,7 @@ from recoup.model.checks import check_model
 from recoup.model.optimizers import Optimizers
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
-from recoup.model.uncompile import inner_model, is_compiled, uncompile
+from recoup.model.uncompile import compiled_code, inner_model, is_compiled, uncompile
 from recoup.model.units import Units, parts_of, split_units
 from recoup.plans.learning import learn, learned_plan, priced
 from recoup.plans.model_plan import tightest
@@ -213,7 +213,8 @@ def engines_for(engine: str, model: nn.Module) -> tuple[str, ...]:
     if engine == "auto":
         return ("compiled",) if is_compiled(model) else ("eager",)
     if engine == "best":
-        return ("captured", "compiled") if is_compiled(model) else ("eager", "captured", "compiled")
+        # A plan for eager code is not in force where the model is compiled.
+        return ("captured", "compiled") if compiled_code(model) else ("eager", "captured", "compiled")
     raise SampleError(
         f"engine={engine!r} is not known; it is 'auto', 'eager', 'captured', 'compiled' or 'best'."
     )

@@ -1,4 +1,4 @@
-"""Compiled code is refused before anything runs, and stays compiled."""
+"""Models compiled with torch's own backend are planned; other compiled code is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import recoup
 from recoup.engines import is_applied
 from recoup.errors import RecoupWarning, SampleError
+from recoup.fitting import engines_for
 
 # The compiler looks at the gradients of what it is given.
 pytestmark = pytest.mark.filterwarnings(
@@ -227,3 +228,44 @@ def test_compiled_optimizers_are_no_obstacle() -> None:
     optimizer.step = torch.compile(optimizer.step, backend=graphs)
     recoup.fit(model, batch, budget="1GiB", loss=nn.CrossEntropyLoss(), optimizer=optimizer)
     assert graphs.num_compiled == 0
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # the code generator imports what torch calls deprecated
+def test_compiled_with_torchs_own_backend() -> None:
+    """``model.compile()``, then ``fit``: planned unit by unit, and compiled again when the plan is removed."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(64, 16)
+    eager = copy.deepcopy(model)
+    eager(x).square().mean().backward()
+    model.compile()
+    before, names = model._compiled_call_impl, list(model.state_dict())
+    fitted = recoup.fit(model, x, budget="105KiB", loss=lambda y: y.square().mean())
+    assert fitted.profile.is_captured
+    assert fitted.verification is not None
+    assert fitted.verification.peak_bytes == fitted.plan.predicted_bytes <= 105 * 1024
+    assert "generated code (engine='compiled')" in str(fitted)
+    model(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    recoup.remove(model)
+    assert model._compiled_call_impl is before
+    assert list(model.state_dict()) == names
+
+
+def test_the_best_engine_of_a_model_compiled_otherwise() -> None:
+    model = in_place(Classifier(num_blocks=2), Graphs())
+    assert engines_for("best", model) == ("captured", "compiled")
+    assert engines_for("auto", model) == ("eager",)
+    with pytest.raises(SampleError, match="engine='jit' is not known"):
+        engines_for("jit", model)

@@ -136,8 +136,9 @@ def _compare_generated(
     found, rounding = drift_between(kept, ours), drift_between(eager, kept)
     error = _largest(rounding)
     against = f"relative error against eager up to {error:.2g}"
+    drawn = " (it draws other random numbers)" if error > _ROUNDING and steps.draws else ""
     if not names and not found:
-        return (), f"bit-equal to the compiled step with everything kept, {against}{_drawn(error)}"
+        return (), f"bit-equal to the compiled step with everything kept, {against}{drawn}"
     if _largest(found) > _ROUNDING and steps.draws:
         return (), "not compared: generated code draws random numbers in an order of its own"
     if wrong := too_far(found, rounding):
@@ -152,10 +153,6 @@ def _compare_generated(
 
 def _largest(found: list[Drift]) -> float:
     return max((drift.relative_error for drift in found), default=0.0)
-
-
-def _drawn(error: float) -> str:
-    return " (it draws other random numbers)" if error > _ROUNDING else ""
 
 
 def _notes(steps: RealSteps) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from recoup.model.replace_forward import StandIn, install, installed, own_forwar
 from recoup.snapshot.own_code import is_compiled_function
 
 __all__ = [
+    "compiled_code",
     "inner_model",
     "is_compiled",
     "is_uncompiled",
@@ -54,10 +55,15 @@ class EagerForward(StandIn):
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a model, or a module in it, was compiled with torch's own backend, and nothing with another one."""
+    found = compiled_code(model)
+    return bool(found) and all(map(_generates, found))
+
+
+def compiled_code(model: nn.Module) -> list[Any]:
+    """All that was compiled in a model, with any backend, whether it runs eagerly now or not."""
     hidden = [_calls[module] for module in model.modules() if module in _calls]
     hidden += [one.original for one in installed(model) if isinstance(one, EagerForward)]
-    found = [*hidden, *(compiled for _, compiled in _compiled(model))]
-    return bool(found) and all(map(_generates, found))
+    return [*hidden, *(compiled for _, compiled in _compiled(model))]
 
 
 def inner_model(model: Any) -> Any:
