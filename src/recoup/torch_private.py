@@ -62,6 +62,11 @@ class WatchingMode(TorchDispatchMode):
         return True
 
 
+# Whether a mode is in force under which nothing compiled runs, such as torch's counter of FLOPs.
+is_compiler_off: Callable[[], bool] = (
+    torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals
+)
+
 # The function modes of a forward stand around its replay too; a default device is one of them, and a global beside.
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode

@@ -17,6 +17,7 @@ import torch
 from capture.blocks import Attention, FeedForward, StochasticDepth, TwoDropouts, Unit
 from capture.cuts import Operations, assert_equal, at, captured, held_bytes, recomputed, step
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import recoup.capture.run
 from recoup.capture.cut import Cut
@@ -224,6 +225,18 @@ class TestWhatCannotBeCaptured:
             ours = step(module, at(module, cut), odd)
         assert_equal(ours, expected, cut)
         assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
+    def test_under_a_counter_of_flops(self) -> None:
+        """Nothing compiled runs under a mode of others: the unit runs eagerly, and every operation is counted."""
+        module = FeedForward()
+        given = module.given()
+        cut = Cut("captured", captured(module, given).digest, ())
+        counts = []
+        for run in (module.forward, at(module, cut)):
+            with FlopCounterMode(display=False) as counter:
+                step(module, run, given)
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] > 0
 
     def test_a_graph_of_another_process(self) -> None:
         assert graph_of(Cut("captured", "of another process")) is None

@@ -28,6 +28,7 @@ from recoup.torch_private import (
     backend_of_operations,
     compiler_errors,
     graphs_uncached,
+    is_compiler_off,
 )
 
 __all__ = ["capture", "graph_of", "run_cut"]
@@ -85,7 +86,10 @@ def run_cut(cut: Cut, forward: Callable[..., Any], args: tuple[Any, ...], kwargs
     """Runs a unit's forward under a cut.
 
     Where the compiler cannot capture the call, as in a shape that it has not seen, it runs eagerly, with a warning.
+    Under a mode that watches operations, such as torch's counter of FLOPs, it runs eagerly as well.
     """
+    if is_compiler_off():
+        return forward(*args, **kwargs)
     function, module = _unbound(forward)
     known = _functions.get((function, cut))
     if known is None:
