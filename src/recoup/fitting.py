@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,11 +22,19 @@ from recoup.engines.eager import Earlier
 from recoup.engines.racing import Candidate, Race, race
 from recoup.engines.real_steps import RealSteps
 from recoup.engines.verify import Verification, verify_step
-from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError, UnitError
+from recoup.errors import (
+    BudgetError,
+    OverBudgetError,
+    RecoupWarning,
+    SampleError,
+    UnitError,
+    VerificationError,
+)
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.calls import watch_calls
 from recoup.model.checks import check_model
 from recoup.model.optimizers import Optimizers
+from recoup.model.replace_forward import uninstall_plan
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
 from recoup.model.uncompile import compiled_code, inner_model, is_compiled, uncompile
@@ -150,6 +159,7 @@ def fit(
     earlier, inner = Earlier(model), model
     try:
         if engines != ("eager",):
+            uninstall_plan(model)
             uncompile(model)
             inner = inner_model(model)
         training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer)
@@ -182,7 +192,7 @@ def verify(
         OverBudgetError: the peak passes the plan's budget.
         VerificationError: a gradient differs from the plain step's.
     """
-    inner = inner_model(model) if plan.profile.is_captured else model
+    inner = inner_model(model) if plan.profile.engine != "eager" else model
     return verify_step(TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer), plan)
 
 
@@ -266,10 +276,10 @@ class _Fitting:
         for self.engine in engines:
             try:
                 fitted[self.engine] = self.run(units, budget_bytes, verifies=verifies)
-            except BudgetError as error:
+            except (BudgetError, VerificationError, torch.OutOfMemoryError) as error:
                 if len(engines) == 1:
                     raise
-                smallest_bytes[self.engine] = error.smallest_bytes
+                smallest_bytes[self.engine] = getattr(error, "smallest_bytes", sys.maxsize)
         if not fitted:
             self.engine = min(smallest_bytes, key=lambda name: smallest_bytes[name])
             return self.run(units, budget_bytes, verifies=verifies)

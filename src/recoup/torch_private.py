@@ -208,9 +208,23 @@ def graphs_uncached() -> Any:
 
 def compiler_errors() -> tuple[type[Exception], ...]:
     """What the compiler raises where it cannot capture code."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return (TorchDynamoException,)
+    return (TorchDynamoException, FailOnRecompileLimitHit)
+
+
+def too_many_compilations() -> type[Exception]:
+    """What the compiler raises when it has compiled a function as often as its settings allow."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return FailOnRecompileLimitHit
+
+
+def many_compilations() -> Any:
+    """A context in which one function may be compiled for many layers that differ in a number, such as their index."""
+    from torch._dynamo import config
+
+    return config.patch(recompile_limit=1024, accumulated_recompile_limit=4096)
 
 
 def assume_constant_result(method: _Method) -> _Method:

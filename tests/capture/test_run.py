@@ -107,6 +107,30 @@ class TestCompilations:
             given = (torch.randn(rows, 8, requires_grad=True),), {}
             assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
 
+    def test_layers_that_differ_in_a_number(self) -> None:
+        """Each is compiled for itself, beyond the number of times that the compiler's settings allow."""
+
+        class Numbered(Unit):
+            def __init__(self, index: int) -> None:
+                super().__init__()
+                self.index = index
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(self.a(x)) * self.index
+
+        layers = [Numbered(index) for index in range(1, 11)]
+        given = layers[0].given()
+        cut = Cut("captured", captured(layers[0], given).digest, ())
+        for layer in layers:
+            assert_equal(step(layer, at(layer, cut), given), step(layer, layer.forward, given), cut)
+
+    def test_the_engine_s_own_cut_in_other_sizes(self) -> None:
+        module = FeedForward()
+        cut = Cut("captured", captured(module, module.given()).digest)
+        for batch in (5, 6):
+            given = ((torch.randn(batch, 8, requires_grad=True),), {})
+            assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
     def test_train_and_eval(self, compiled_cuts: Counter[Any]) -> None:
         class Dropping(Unit):
             def forward(self, x: Tensor) -> Tensor:

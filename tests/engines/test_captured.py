@@ -246,6 +246,19 @@ class TestWhatCannotBeCaptured:
             peak_bytes = profile.problem.resident_bytes + real_peak_bytes(model, sample)
             assert peak_bytes <= plan.predicted_bytes <= budget_bytes
 
+    def test_a_compiled_model_of_which_nothing_can_be_captured(self) -> None:
+        class Breaking(FeedForward):
+            def forward(self, x: Tensor) -> Tensor:
+                torch._dynamo.graph_break()
+                return super().forward(x)
+
+        model, x = nn.Sequential(*(Breaking(16) for _ in range(4))), torch.randn(32, 16)
+        whole = torch.compile(model)
+        fitted = recoup.fit(whole, x, budget="1MiB", loss=lambda y: y.square().mean(), engine="captured")
+        assert not fitted.profile.is_captured
+        whole(x).sum().backward()
+        recoup.remove(whole)
+
     def test_sizes_that_depend_on_values(self) -> None:
         model, sample = MoE(plainly), MoE.sample()
         profile = recoup.measure(model, sample, engine="captured")

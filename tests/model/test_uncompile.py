@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -12,7 +15,10 @@ from capture.blocks import Block
 from torch import Tensor, nn
 
 import recoup
-from recoup.model.uncompile import inner_model, is_compiled, recompile, uncompile
+from recoup.engines import is_applied
+from recoup.model.uncompile import inner_model, is_compiled, is_uncompiled, recompile, uncompile
+from recoup.policies import EveryN
+from recoup.snapshot.own_code import is_compiled_function
 
 # The compiler looks at the gradients of what it is given.
 pytestmark = [
@@ -206,3 +212,27 @@ def test_a_captured_plan_on_compiled_modules(way: Any, runs: Runs) -> None:
     recoup.remove(compiled)
     assert torch.equal(seeded(compiled, x), expected)
     assert runs.number == before
+
+
+def test_a_model_that_runs_eagerly_can_be_freed_and_copied() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.compile()
+    uncompile(model)
+    other = copy.deepcopy(model)
+    assert not is_uncompiled(other)
+    recompile(other)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_compiled_forward_under_a_plan() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(4)))
+    for block in model:
+        block.forward = torch.compile(block.forward)
+    recoup.apply(model, EveryN(2), units=[*model])
+    recoup.measure(model, torch.zeros(3, 2), loss=torch.sum, engine="captured")
+    assert is_applied(model)
+    recoup.remove(model)
+    assert all(is_compiled_function(block.forward) for block in model)

@@ -37,9 +37,9 @@ def fates_of(graph: UnitGraph, cut: Cut) -> tuple[OperationFate, ...]:
     """All operations of a unit's forward, in order."""
     kept, again = graph.recomputed(graph.own_saves if cut.saves is None else cut.saves)
     found = []
+    needed_later = kept & {graph.makers[value] for value in _read_later(graph, again)}
     for node, op in zip(graph.nodes, graph.operations, strict=True):
-        makers = {graph.makers[value] for value in op.outputs}
-        needed = makers & kept & {graph.makers[value] for value in _read_later(graph, again)}
+        needed = needed_later & {graph.makers[value] for value in op.outputs}
         fate = "recomputed" if node in again else "kept" if needed else "not needed"
         size = sum(graph.value_bytes[value] for value in op.outputs)
         seconds = graph.seconds.get(node.name, 0.0)

@@ -81,7 +81,8 @@ def digest_of(graph: Graph) -> str:
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")
-        shape = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else ""
+        is_tensor = isinstance(value, Tensor) and value.layout is torch.strided
+        shape = f"{value.dtype}{list(value.shape)}{list(value.stride())}{value.device}" if is_tensor else ""
         lines.append(f"{node.name} {node.target} {node.args} {node.kwargs} {shape}")
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 

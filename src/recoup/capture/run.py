@@ -29,13 +29,16 @@ from recoup.torch_private import (
     compiler_errors,
     graphs_uncached,
     is_compiler_off,
+    many_compilations,
+    too_many_compilations,
 )
 
 __all__ = ["capture", "graph_of", "run_cut"]
 
 _numbers = count()
 _functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
-_graphs: dict[str, UnitGraph] = {}
+_graphs: dict[tuple[str, str], UnitGraph] = {}
+"""By engine and digest."""
 
 
 def _template(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -55,11 +58,14 @@ def capture(
     found: list[UnitGraph] = []
 
     def see(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+        own = partial(partition, Cut(engine, ""), joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+        if found:  # compiled again, for another shape
+            return own()
         if (node := sized_by_values(joint.graph)) is not None:
             raise CaptureError(f"the size of a result depends on values ({node.name})")
         graph = UnitGraph.of(joint.graph, num_fwd_outputs)
         found.append(graph)
-        parts = partition(Cut(engine, ""), joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+        parts = own()
         graph.own_saves = graph.saved_by(parts[0], num_fwd_outputs)
         return parts
 
@@ -67,43 +73,66 @@ def capture(
     function, module = _unbound(forward)
     try:
         with graphs_uncached():
-            run(function, module, args, kwargs)
+            _call(run, function, module, args, kwargs)
     except compiler_errors() as error:
         raise CaptureError(f"torch's compiler cannot capture it ({_reason(error)})") from error
     if not found:
         raise CaptureError("nothing in it needs a gradient")
-    graph = _graphs.setdefault(found[-1].digest, found[-1])
+    graph = _graphs[engine, found[0].digest] = found[0]
     _functions.setdefault((function, Cut(engine, graph.digest)), run)
     return graph
 
 
 def graph_of(cut: Cut) -> UnitGraph | None:
     """The graph that a cut is of, if it was captured in this process."""
-    return _graphs.get(cut.graph)
+    return _graphs.get((cut.engine, cut.graph))
 
 
-def run_cut(cut: Cut, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_cut(
+    cut: Cut,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    eager: Callable[..., Any] | None = None,
+) -> Any:
     """Runs a unit's forward under a cut.
 
     Where the compiler cannot capture the call, as in a shape that it has not seen, it runs eagerly, with a warning.
     Under a mode that watches operations, such as torch's counter of FLOPs, it runs eagerly as well.
+
+    Args:
+        cut: of its graph.
+        forward: the unit's own.
+        args: of the call.
+        kwargs: of the call.
+        eager: what runs instead of the graph; by default the forward.
     """
+    eager = eager or forward
     if is_compiler_off():
-        return forward(*args, **kwargs)
+        return eager(*args, **kwargs)
     function, module = _unbound(forward)
     known = _functions.get((function, cut))
     if known is None:
         known = _functions[function, cut] = _compiled(cut, partial(partition, cut))
     try:
-        return known(function, module, args, kwargs)
+        return _call(known, function, module, args, kwargs)
     except compiler_errors() as error:
+        owner = getattr(forward, "__self__", forward)
         warn(
-            f"A unit of class {type(module).__name__} runs eagerly, and may take more memory than planned: torch's"
+            f"A unit of class {type(owner).__name__} runs eagerly, and may take more memory than planned: torch's"
             f" compiler could not capture this call ({_reason(error)}).",
             RecoupWarning,
             stacklevel=2,
         )
-        return forward(*args, **kwargs)
+        return eager(*args, **kwargs)
+
+
+def _call(run: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return run(*args)
+    except too_many_compilations():
+        with many_compilations():
+            return run(*args)
 
 
 def _compiled(cut: Cut, partition: Callable[..., Any]) -> Callable[..., Any]:

@@ -173,7 +173,7 @@ def apply(
     >>> loss.backward()
     """
     check_model(model, ApplyError)
-    is_captured = isinstance(plan, ModelPlan) and plan.profile.is_captured
+    is_captured = isinstance(plan, ModelPlan) and plan.profile.engine != "eager"
     whole, model = model, inner_model(model) if is_captured else model
     if isinstance(plan, Policy):
         found, items = arrange(model, plan, units=units, sample=sample, costs=costs)

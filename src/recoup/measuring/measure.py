@@ -28,7 +28,7 @@ from recoup.measuring.unit.recipes import Effort, large_behaviours, useful_recip
 from recoup.model.conditions import recording
 from recoup.model.optimizers import Optimizers
 from recoup.model.recipe import KEEP, InnerForward, Recipe
-from recoup.model.replace_forward import intercepted
+from recoup.model.replace_forward import intercepted, suspended
 from recoup.model.slices import unit_names
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall
@@ -107,7 +107,7 @@ def measure(
     if engine != "eager":
         if hardware is not None:
             raise SampleError(f"engine={engine!r} is measured, not estimated: leave hardware= out.")
-        with uncompiled(model):
+        with suspended(model), uncompiled(model):
             training = TrainingStep(inner_model(model), sample, loss=loss, step=step, optimizer=optimizer)
             measurement = begin_measurement(training, units=units, engine=engine)
             return measure_step(measurement, accumulates=accumulates, unsafe=unsafe or {}).profile(
@@ -242,7 +242,7 @@ class Measurement:
         if conditions is not None:
             conditions = replace(conditions, stale_gradients=self.structure.has_stale)
         names = unit_names(step.model, self.units)
-        return Measured(step.model, self.meter, costs, unsafe, names, conditions, uncaptured)
+        return Measured(step.model, self.meter, costs, unsafe, names, conditions, uncaptured, self.engine)
 
     def _time_inside(self, call: UnitCall) -> dict[str, float]:
         modules = self.passes.inside[call.module]

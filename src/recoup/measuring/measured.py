@@ -31,6 +31,7 @@ class Measured:
         names: of the units.
         conditions: what the model was called with.
         uncaptured: by unit name, why a unit runs eagerly beside captured ones.
+        engine: that units run on, where they can.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class Measured:
     names: Mapping[nn.Module, str]
     conditions: Conditions | None
     uncaptured: Mapping[str, str] = field(default_factory=dict)
+    engine: str = "eager"
 
     def profile(self, holds_output: bool) -> Profile:
         """The profile for a loop that holds the model's output through the backward, or does not."""
@@ -59,6 +61,7 @@ class Measured:
             output_bytes=sum(map(self.meter.rounded, tail.output.values())),
             output_names=", ".join(dict.fromkeys(tail.names[number] for number in largest[:3])),
             conditions=self.conditions,
+            engine=self.engine,
         )
 
     def _units(self, costs: StepCosts) -> tuple[ProfiledUnit, ...]:

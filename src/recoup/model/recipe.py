@@ -117,7 +117,7 @@ class CutCall:
         """Runs the graph."""
         from recoup.capture.run import run_cut
 
-        return run_cut(self.cut, unwrapped(self.__wrapped__), args, kwargs)
+        return run_cut(self.cut, unwrapped(self.__wrapped__), args, kwargs, eager=self.__wrapped__)
 
 
 def unwrapped(fn: Any) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ What `torch.compile` and `Module.compile` made comes back when the plan is remov
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -28,10 +27,19 @@ __all__ = [
     "uncompiled",
 ]
 
-_calls: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""What ``.compile()`` set on modules that now run eagerly."""
+_HIDDEN = "_recoup_compiled_call"
 _INNER = "_orig_mod"
 _CALL = "_compiled_call_impl"
+
+
+class _Hidden:
+    """What ``.compile()`` set on a module that now runs eagerly, in the module's dictionary; copies have none."""
+
+    def __init__(self, call: Any = None) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return _Hidden, ()
 
 
 class EagerForward(StandIn):
@@ -61,7 +69,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 def compiled_code(model: nn.Module) -> list[Any]:
     """All that was compiled in a model, with any backend, whether it runs eagerly now or not."""
-    hidden = [_calls[module] for module in model.modules() if module in _calls]
+    hidden = [call for module in model.modules() if (call := _hidden(module)) is not None]
     hidden += [one.original for one in installed(model) if isinstance(one, EagerForward)]
     return [*hidden, *(compiled for _, compiled in _compiled(model))]
 
@@ -74,14 +82,14 @@ def inner_model(model: Any) -> Any:
 
 def is_uncompiled(model: nn.Module) -> bool:
     """Whether what was compiled runs eagerly now."""
-    return any(module in _calls or runs_eagerly(module) for module in model.modules())
+    return any(_hidden(module) is not None or runs_eagerly(module) for module in model.modules())
 
 
 def uncompile(model: nn.Module) -> None:
     """Lets all that was compiled run eagerly, until `recompile`."""
     for module, compiled in list(_compiled(model)):
         if vars(module).get(_CALL) is compiled:
-            _calls[module] = compiled
+            module.__dict__[_HIDDEN] = _Hidden(compiled)
             module.__dict__[_CALL] = None
         else:
             install(module, EagerForward(module))
@@ -90,8 +98,9 @@ def uncompile(model: nn.Module) -> None:
 def recompile(model: nn.Module) -> None:
     """Brings back what was compiled, after the plan is removed."""
     for module in model.modules():
-        if module in _calls:
-            module.__dict__[_CALL] = _calls.pop(module)
+        if (call := _hidden(module)) is not None:
+            module.__dict__[_CALL] = call
+        module.__dict__.pop(_HIDDEN, None)
         forward = vars(module).get("forward")
         if isinstance(forward, EagerForward):
             uninstall(module, forward.original)
@@ -126,6 +135,11 @@ def runs_eagerly(module: nn.Module) -> bool:
     while isinstance(forward, StandIn) and not isinstance(forward, EagerForward):
         forward = forward.original
     return isinstance(forward, EagerForward)
+
+
+def _hidden(module: nn.Module) -> Any:
+    holder = vars(module).get(_HIDDEN)
+    return holder.call if holder is not None else None
 
 
 def _generates(compiled: Any) -> bool:

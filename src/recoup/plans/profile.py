@@ -93,6 +93,7 @@ class Profile:
         output_bytes: of that output, apart from the loss.
         output_names: the names of its largest parts.
         conditions: what the model was called with; ``None`` if that is not known, or only parts of it were called.
+        engine: that units run on, where they can.
     """
 
     model: str
@@ -108,6 +109,7 @@ class Profile:
     output_bytes: int = 0
     output_names: str = ""
     conditions: Conditions | None = None
+    engine: str = "eager"
 
     @property
     def plain_schedule(self) -> Schedule:
