@@ -272,17 +272,17 @@ class _Fitting:
             BudgetError: nothing fits, with any engine; it names the smallest budget of all.
         """
         fitted: dict[str, tuple[ModelPlan, Audit, Verification | None]] = {}
-        smallest_bytes: dict[str, int] = {}
+        failed: list[Exception] = []
         for self.engine in engines:
             try:
                 fitted[self.engine] = self.run(units, budget_bytes, verifies=verifies)
             except (BudgetError, VerificationError, torch.OutOfMemoryError) as error:
-                if len(engines) == 1:
-                    raise
-                smallest_bytes[self.engine] = getattr(error, "smallest_bytes", sys.maxsize)
+                failed.append(error)
         if not fitted:
-            self.engine = min(smallest_bytes, key=lambda name: smallest_bytes[name])
-            return self.run(units, budget_bytes, verifies=verifies)
+            try:
+                raise min(failed, key=lambda error: getattr(error, "smallest_bytes", sys.maxsize))
+            finally:
+                failed.clear()  # else this frame and the error would hold each other
         if len(fitted) == 1 or not verifies:
             return min(fitted.values(), key=lambda one: one[0].predicted_s)
         candidates = [Candidate(f"engine={name!r}", found[0]) for name, found in fitted.items()]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import recoup
 from recoup.engines import is_applied
-from recoup.errors import RecoupWarning, SampleError
+from recoup.errors import BudgetError, RecoupWarning, SampleError
 from recoup.fitting import engines_for
 
 # The compiler looks at the gradients of what it is given.
@@ -269,3 +269,25 @@ def test_the_best_engine_of_a_model_compiled_otherwise() -> None:
     assert engines_for("auto", model) == ("eager",)
     with pytest.raises(SampleError, match="engine='jit' is not known"):
         engines_for("jit", model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_best_engine_is_raced() -> None:
+    """All three are fitted and raced; the fastest stays. Where none fits, the smallest budget of all is named."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(64, 16)
+
+    def fit(budget: str) -> Any:
+        return recoup.fit(model, x, budget=budget, loss=lambda y: y.square().mean(), engine="best")
+
+    fitted = fit("125KiB")
+    assert fitted.verification.peak_bytes <= 125 * 1024
+    names = {one.name for one in fitted.verification.race}
+    assert {"engine='eager'", "engine='captured'", "engine='compiled'"} <= names
+    kept = next(one.name for one in fitted.verification.race if one.is_kept)
+    assert kept == f"engine={fitted.profile.engine!r}"
+    recoup.remove(model)
+    with pytest.raises(BudgetError) as caught:
+        fit("90KiB")
+    assert 90 * 1024 < caught.value.smallest_bytes < 105 * 1024  # that of generated code; others need 114 KiB
+    assert not is_applied(model)
