@@ -114,7 +114,7 @@ local_scalar: Any = torch.ops.aten._local_scalar_dense.default
 
 
 # The compiler is imported when a unit is first captured: that takes a second.
-def min_cut_partition(*args: Any, **kwargs: Any) -> Any:
+def min_cut_partition(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Cuts a joint graph where operations are marked, which nothing public does.
 
     Attention counts as random even without dropout, and would run again with the generator's state wound back: recoup
@@ -126,7 +126,7 @@ def min_cut_partition(*args: Any, **kwargs: Any) -> Any:
         return partitioners.min_cut_rematerialization_partition(*args, **kwargs)
 
 
-def default_partition(*args: Any, **kwargs: Any) -> Any:
+def default_partition(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Cuts a joint graph so that nothing is recomputed."""
     from torch._functorch import partitioners
 

@@ -35,16 +35,14 @@ def partition(
         keep_order()
     if cut.saves is None:
         _keep_random(graph)
-        own: Parts = split(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
-        return own
+        return split(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
     kept, again = graph.recomputed(cut.saves)
     dropped = {node for node in again if _is_of_dropout(node)}
     again = again - dropped | {_made_again(joint, node) for node in dropped}
     kept |= {_copied(joint, node) for node in changed_inputs(joint.graph) if _is_read_by(node, again)}
     _mark(kept, CheckpointPolicy.MUST_SAVE)
     _mark(again, CheckpointPolicy.MUST_RECOMPUTE)
-    parts: Parts = min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
-    return parts
+    return min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
 
 
 def _is_of_dropout(node: Node) -> bool:
@@ -86,8 +84,7 @@ def _copied(joint: GraphModule, changed: Node) -> Node:
 
 def _keep_all(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> Parts:
     given.pop("compiler", None)
-    parts: Parts = default_partition(joint, inputs, **given)
-    return parts
+    return default_partition(joint, inputs, **given)
 
 
 def _keep_random(graph: UnitGraph) -> None:
