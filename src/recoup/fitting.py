@@ -18,7 +18,7 @@ from recoup.budgets import read_budget
 from recoup.devices.meter import device_of, make_meter
 from recoup.devices.processes import num_processes
 from recoup.engines import ModelPlan, apply, plan
-from recoup.engines.eager import Earlier
+from recoup.engines.eager import Earlier, planned_model
 from recoup.engines.racing import Candidate, Race, race
 from recoup.engines.real_steps import RealSteps
 from recoup.engines.verify import Verification, verify_step
@@ -39,6 +39,8 @@ from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
 from recoup.model.uncompile import compiled_code, inner_model, is_compiled, uncompile
 from recoup.model.units import Units, parts_of, split_units
+from recoup.model.wrappers import buckets_of, unsynchronized, unwrapped_model
+from recoup.plans.largest import largest_profile
 from recoup.plans.learning import learn, learned_plan, priced
 from recoup.plans.model_plan import tightest
 from recoup.plans.profile import Profile
@@ -46,6 +48,7 @@ from recoup.plans.refusal import refusal
 from recoup.plans.rivals import plan_with_rivals
 from recoup.plans.usable_bytes import smallest_budget
 from recoup.progress import note
+from recoup.ranks import find_ranks
 from recoup.report.table import to_text
 
 __all__ = ["Fitted", "engines_for", "fit", "plan_to_fit", "verify"]
@@ -107,6 +110,7 @@ def fit(
     race: bool = True,
     insist: bool = False,
     engine: str = "auto",
+    together: Any = True,
 ) -> Fitted:
     """Makes a model's training step fit a budget, in place, at the least cost in time.
 
@@ -136,6 +140,9 @@ def fit(
             ``"best"``, the fastest of the three on real steps; or ``"auto"``, compiled where the model or modules in it
             were compiled, and else eager. Inside captured units, code no longer runs line by line: prints,
             breakpoints and hooks that are added later have no effect there. What cannot be captured runs eagerly.
+        together: where `torch.distributed` is initialized, all of its ranks call this function, and get one plan: for
+            the largest bytes and the slowest seconds that any of them measured. An error on one rank is raised on all.
+            A process group instead of ``True`` does so for its ranks; ``False`` fits on this rank alone.
 
     Raises:
         BudgetError: nothing fits; it names the smallest feasible budget, which a real step showed to hold where one
@@ -155,25 +162,36 @@ def fit(
     >>> fitted.verification.peak_bytes <= 1_400_000, fitted.verification.gradients
     (True, 'bit-equal')
     """
-    engines = engines_for(engine, model)
-    earlier, inner = Earlier(model), model
-    try:
-        if engines != ("eager",):
-            uninstall_plan(model)
-            uncompile(model)
-            inner = inner_model(model)
-        training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer)
-        budget_bytes = read_budget(budget, inner, training.given)
-        if not inner.training:
-            warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
-        fitting = _Fitting(
-            training, accumulates=accumulates, holds_output=holds_output, insist=insist, races=race and verify
-        )
-        found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
-        apply(model, found[0])
-    except BaseException:
-        earlier.put_back()
-        raise
+    ranks = find_ranks(together)
+    with ranks.together():
+        engines = engines_for(engine, model)
+        earlier, inner = Earlier(model), unwrapped_model(model)
+        buckets = buckets_of(model, expected=ranks.size > 1)
+        try:
+            if engines != ("eager",):
+                uninstall_plan(model)
+                uncompile(model)
+                inner = inner_model(inner)
+            training = TrainingStep(
+                inner, sample, loss=loss, step=step, optimizer=optimizer, ranks=ranks, buckets=buckets
+            )
+            budget_bytes = ranks.smallest(read_budget(budget, inner, training.given))
+            if not inner.training:
+                warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
+            fitting = _Fitting(
+                training,
+                accumulates=accumulates,
+                holds_output=holds_output,
+                insist=insist,
+                races=race and verify,
+            )
+            with unsynchronized([model, *training.reached.modules]):
+                found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
+            apply(model, found[0])
+            ranks.check_same(found[0].to_json(), "The plan")
+        except BaseException:
+            earlier.put_back()
+            raise
     return Fitted(model, *found)
 
 
@@ -185,15 +203,22 @@ def verify(
     loss: Callable[..., Tensor] | None = None,
     optimizer: Optimizers | None = None,
     step: Callable[[], Any] | None = None,
+    together: Any = True,
 ) -> Verification:
     """Runs a real step of a model whose plan is applied: peak against budget, gradients against the plain step.
+
+    Of several ranks, which all call this function, it is the largest peak; ``together`` is as for `fit`.
 
     Raises:
         OverBudgetError: the peak passes the plan's budget.
         VerificationError: a gradient differs from the plain step's.
     """
-    inner = inner_model(model) if plan.profile.engine != "eager" else model
-    return verify_step(TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer), plan)
+    ranks = find_ranks(together)
+    with ranks.together():
+        inner = planned_model(model, plan.profile)
+        training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer, ranks=ranks)
+        with unsynchronized([model, *training.reached.modules]):
+            return verify_step(training, plan)
 
 
 def plan_to_fit(
@@ -252,8 +277,10 @@ class _Fitting:
             raise SampleError(
                 "holds_output= goes with a sample: a step= callable shows by itself what it holds."
             )
-        self.step = step
-        self.accumulates, self.holds_output, self.insist = accumulates, holds_output, insist
+        self.step, self.ranks = step, step.ranks
+        # Gradients that are views of buckets are there when a step begins.
+        self.accumulates = accumulates or step.buckets.are_gradients
+        self.holds_output, self.insist = holds_output, insist
         # Processes that train together have to run the same plan, in the same number of steps.
         self.races = races and num_processes() == 1
         self.engine = "eager"
@@ -341,7 +368,7 @@ class _Fitting:
                     raise
                 break  # the unit calls nothing that can be a unit
             found.append((measured, audit))
-            profile = measured.profile(self.holds_output is not False)
+            profile = self._profile(measured, self.holds_output is not False)
             yield profile, audit
             least = tightest(profile)
             # Finer units need no less than the optimizer's own step does.
@@ -351,13 +378,18 @@ class _Fitting:
                 break
         if self.holds_output is None and self.step.step is None:
             for measured, audit in found:
-                yield measured.profile(False), audit
+                yield self._profile(measured, False), audit
 
     def _measure(self, units: Units | Iterable[Units] | None) -> tuple[Measured, Audit]:
-        measurement = begin_measurement(self.step, units=units, engine=self.engine)
-        audit = audit_step(self.step, measurement.units, only=measurement.distinct_calls)
-        unsafe = {} if self.insist else audit.unsafe
-        return measure_step(measurement, accumulates=self.accumulates, unsafe=unsafe), audit
+        with self.ranks.together():
+            measurement = begin_measurement(self.step, units=units, engine=self.engine)
+            audit = audit_step(self.step, measurement.units, only=measurement.distinct_calls)
+            found = {} if self.insist else audit.unsafe
+            unsafe = {name: why for reasons in self.ranks.gathered(found) for name, why in reasons.items()}
+            return measure_step(measurement, accumulates=self.accumulates, unsafe=unsafe), audit
+
+    def _profile(self, measured: Measured, holds_output: bool) -> Profile:
+        return largest_profile(self.ranks.gathered(measured.profile(holds_output)))
 
     def _split(self, least: ModelPlan) -> list[nn.Module] | None:
         """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""
@@ -378,7 +410,7 @@ class _Fitting:
     def _plan(self, profile: Profile, budget_bytes: int) -> tuple[ModelPlan, list[Candidate]]:
         """The plan, and who races against it."""
         if not self.races:
-            return plan(profile, budget_bytes), []
+            return self.ranks.from_first(lambda: plan(profile, budget_bytes)), []
         chosen, rivals = plan_with_rivals(profile, budget_bytes)
         return chosen, [Candidate(name, rival) for name, rival in rivals]
 
@@ -398,9 +430,10 @@ class _Fitting:
 
     def _try(self, chosen: ModelPlan, ran: Race | None = None) -> Verification | int:
         """The verification of a plan or, where a real step passes the budget, that step's peak in bytes."""
-        apply(self.step.model, chosen)
         try:
-            return verify_step(self.step, chosen, ran)
+            with self.ranks.together():
+                apply(self.step.model, chosen)
+                return verify_step(self.step, chosen, ran)
         except OverBudgetError as error:
             return error.peak_bytes
 
@@ -408,7 +441,8 @@ class _Fitting:
         """The same for a plan that is predicted to pass the budget; 0 if its step cannot be run."""
         meter = make_meter(device_of(self.step.model, self.step.given))
         needed_bytes = chosen.predicted_bytes - chosen.profile.residents.total_bytes
-        if needed_bytes > meter.free_bytes() or chosen.predicted_s > _MOST_TRIAL_S:
+        does_not_fit = self.ranks.largest(needed_bytes > meter.free_bytes())
+        if does_not_fit or chosen.predicted_s > _MOST_TRIAL_S:
             return 0
         try:
             return self._try(chosen)

@@ -334,7 +334,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()
         for name in names:
-            yield from plain_tensors(getattr(wrapper, name))
+            if isinstance(part := getattr(wrapper, name), Tensor):  # a DTensor names its mesh, too
+                yield from plain_tensors(part)
     elif tensor.layout in _SPARSE_PARTS:
         yield from (getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout])
     else:

@@ -175,6 +175,15 @@ def keep_order() -> None:
     config.reorder_for_peak_memory = False
 
 
+def awaits_static_graph(wrapper: Any) -> bool:
+    """Whether a `DistributedDataParallel` takes the next backward, whosever it is, for its first one.
+
+    From that one it learns its static graph. Another one in its place, such as a step that nothing reduces, leaves it
+    without reductions in all steps after it, without an error.
+    """
+    return bool(wrapper.static_graph) and not wrapper._static_graph_delay_allreduce_enqueued
+
+
 _ALLOCATE = "empty_strided_cpu"
 
 

@@ -23,13 +23,14 @@ from recoup.model.replace_forward import StandIn, install, installed, suspended,
 from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
 from recoup.model.uncompile import inner_model, is_uncompiled, recompile, uncompile
 from recoup.model.units import Units
+from recoup.model.wrappers import unwrapped_model
 from recoup.planning import Backward
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 from recoup.policies import Policy
 
-__all__ = ["Earlier", "apply", "is_applied", "kept", "remove", "units_by_module"]
+__all__ = ["Earlier", "apply", "is_applied", "kept", "planned_model", "remove", "units_by_module"]
 
 
 class _Engine(Nesting):
@@ -174,7 +175,7 @@ def apply(
     """
     check_model(model, ApplyError)
     is_captured = isinstance(plan, ModelPlan) and plan.profile.engine != "eager"
-    whole, model = model, inner_model(model) if is_captured else model
+    whole, model = model, planned_model(model, plan.profile) if isinstance(plan, ModelPlan) else model
     if isinstance(plan, Policy):
         found, items = arrange(model, plan, units=units, sample=sample, costs=costs)
         modules = {module: [index] for index, module in enumerate(found)}
@@ -197,6 +198,14 @@ def apply(
     keeps_all = not _planned_units(engine)
     _install(model, engine, modules, modes, switches_caches=isinstance(plan, ModelPlan) or not keeps_all)
     return whole
+
+
+def planned_model(model: nn.Module, profile: Profile) -> nn.Module:
+    """The part of a model that a plan is about: without wrappers, unless these were measured too."""
+    if type(model).__name__ != profile.model:
+        model = unwrapped_model(model)
+    inner: nn.Module = inner_model(model) if profile.engine != "eager" else model
+    return inner
 
 
 @contextmanager

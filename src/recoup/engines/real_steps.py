@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -59,7 +59,7 @@ class RealSteps:
     def plain_fits(self) -> bool:
         """Whether the device has room for the plain step beside what lives already."""
         needed_bytes = self.profile.plain_bytes - self.profile.residents.total_bytes
-        return needed_bytes < self.meter.free_bytes()
+        return self.step.ranks.smallest(needed_bytes < self.meter.free_bytes())
 
     def is_cacheless(self) -> bool:
         """Whether the plan has switched a cache off."""
@@ -101,11 +101,16 @@ class RealSteps:
         return without_caches(model) if _caches_off(model) else nullcontext()
 
     def record(self) -> Recorded:
-        """The memory of a step; its replays are compared with their forwards.
+        """The memory of a step; its replays are compared with their forwards. Of several ranks, the largest peak.
 
         Raises:
             VerificationError: a replay differs from its forward.
         """
+        with self.step.ranks.together():
+            recorded = self._record()
+        return replace(recorded, peak_bytes=self.step.ranks.largest(recorded.peak_bytes))
+
+    def _record(self) -> Recorded:
         residents = self.profile.residents
         # Once is enough, whatever the plan: it does not change what a step writes to.
         finding = nullcontext() if self._knows_writes else self.step.finding_writes()
@@ -136,9 +141,11 @@ class RealSteps:
             # A step of the user's may do something else each time: all begin with the same counters.
             # Comparisons of replays are rare in a long training: they would count too much in a few steps.
             repeated = self.step.repeated() if self.step.changes_parameters else nullcontext()
-            with repeated, sampling("never"):
+            with self.step.ranks.together(), repeated, sampling("never"):
                 self._prepare()
-                return self.meter.time_step(self._run)
+                timing = self.meter.time_step(self._run)
+            # Of several ranks, the slowest.
+            return Timing(*map(max, zip(*self.step.ranks.gathered(timing), strict=True)))
 
         with self.step.preserved():
             yield time_step
@@ -147,7 +154,8 @@ class RealSteps:
         """What ``see`` makes of the gradients after a step, and of the parameters where a step may change them."""
         run = partial(self._after_step, see, names)
         # Generated code would be compiled once more under other settings.
-        return run() if self.is_generated else deterministically(run)
+        with self.step.ranks.together():
+            return run() if self.is_generated else deterministically(run)
 
     def _after_step(self, see: Callable[[Tensor], T], names: Sequence[str] | None) -> dict[str, T]:
         found: dict[str, Tensor] = {}

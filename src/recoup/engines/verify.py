@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -184,12 +185,13 @@ def _compare(
     steps: RealSteps, fitted: dict[str, Fingerprint], plain: dict[str, Fingerprint]
 ) -> tuple[tuple[Drift, ...], str]:
     """Compares gradients bit by bit; returns those that differ as plain steps differ among themselves, and words."""
-    names = differing(fitted, plain)
+    ranks = steps.step.ranks
+    names = list(dict.fromkeys(chain(*ranks.gathered(differing(fitted, plain)))))
     if not names:
         return (), _in_words(())
     with steps.plainly():
         again = (steps.results(fingerprint) for _ in range(_MOST_PLAIN_STEPS))
-        drifts = any(differing(plain, prints) for prints in again)
+        drifts = any(ranks.largest(bool(differing(plain, prints))) for prints in again)
         results = steps.results(on_host, names)
         own = drift_between(results, steps.results(on_host, names)) if drifts else []
     found = drift_between(results, steps.results(on_host, names))

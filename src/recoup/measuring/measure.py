@@ -14,6 +14,7 @@ from recoup.capture.seconds import OperationSeconds
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.errors import CaptureError, CheckpointError, SampleError
 from recoup.measuring.estimate import Hardware, check_ranks, faked, find_hardware, sharded, units_in_copy
+from recoup.measuring.largest import largest_costs, slowest_inside
 from recoup.measuring.measured import Measured
 from recoup.measuring.optimizer.cost import OptimizerCost, joint_cost, optimizer_cost
 from recoup.measuring.problem.costs import CodeSeconds, RecipeCosts, StepCosts
@@ -205,6 +206,7 @@ class Measurement:
         timed = _timed_indices(calls, first)
         with recording(step.model) as recorder:
             cold_s, inside_s = self.passes.visit(set(timed.values()), self._time_inside)
+        inside_s = slowest_inside(step.ranks, calls, inside_s)
         effort = Effort.for_calls(calls)
         recipes = {
             kind: effort.recipes(calls[index], inside_s[index], unsafe) for kind, index in timed.items()
@@ -218,6 +220,7 @@ class Measurement:
             if not sizes[kind].keys() <= sizes[calls[timed[kind]].cost_key].keys():
                 timed[kind] = index
         warm_s, timings = self._time_calls(timed, sizes, effort)
+        sizes, timings = largest_costs(step.ranks, sizes, timings)
         code_s = tuple(map(_faster, cold_s, warm_s))
         residents = find_residents(step, self.optimizer, self.meter, self.allocated_bytes)
         pace = self._pace(sizes, timings, code_s, residents.gradient_bytes)

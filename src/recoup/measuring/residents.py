@@ -34,6 +34,10 @@ def find_residents(
         residents = parameters | storages_of((step.given, others))
         rounded_bytes = sum(map(meter.rounded, residents.values()))
         other_bytes = rounded_bytes - parameter_bytes + meter.workspace_bytes
+    buckets = step.buckets
+    # Gradients that are views of buckets are counted as gradients.
+    other_bytes -= buckets.num_bytes * (meter.sees_residents and buckets.is_allocated)
+    other_bytes += meter.rounded(buckets.num_bytes) * (not buckets.are_gradients)
     return Residents(
         parameter_bytes,
         optimizer.state_bytes + optimizer.missing_bytes,

@@ -18,6 +18,8 @@ from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.model.preserve import gradient_owners, preserving
 from recoup.model.replace_forward import suspended
 from recoup.model.samples import Sample, describe_sample, read_sample
+from recoup.model.wrappers import NO_BUCKETS, Buckets
+from recoup.ranks import ALONE, Ranks
 from recoup.snapshot.reachable import Reached, hooks_of
 from recoup.snapshot.writes import Writes
 from recoup.tensors import tensors_in
@@ -37,6 +39,8 @@ class TrainingStep:
             output's ``loss``, or the output itself.
         step: a callable that runs a whole step, instead of sample and loss.
         optimizer: that steps the model's parameters; a ``step`` may call it.
+        ranks: that run the same step, and decide together.
+        buckets: that are there for the whole step, to reduce gradients over ranks.
 
     Raises:
         SampleError: the step cannot be run, or not without leaving a trace.
@@ -50,8 +54,11 @@ class TrainingStep:
         loss: Callable[..., Tensor] | None = None,
         step: Callable[[], Any] | None = None,
         optimizer: Optimizers | None = None,
+        ranks: Ranks = ALONE,
+        buckets: Buckets = NO_BUCKETS,
     ) -> None:
         _check(model, sample, loss, step)
+        self.ranks, self.buckets = ranks, buckets
         self.model, self.sample, self.loss, self.step = model, sample, loss, step
         given = Sample((), {}) if sample is None else read_sample(sample, loss, model.forward)
         self.args, self.kwargs, self.targets = given.args, given.kwargs, given.targets

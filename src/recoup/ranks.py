@@ -1,0 +1,152 @@
+"""Ranks: processes of `torch.distributed` that fit one model together.
+
+NOTE [ One plan on all ranks ]
+    1. All ranks run the same code. Whatever one of them measures, and a decision depends on, is combined first: the
+       largest bytes, the slowest seconds. So all decide alike, and run the same number of steps.
+    2. Every exchange of values also exchanges errors: a rank that fails says so at its next exchange, whichever that
+       is for the others, and all raise the same error there. An error is exchanged once.
+    3. `Ranks.together` is an exchange at the end of a block, for errors that somebody catches: all ranks catch them.
+    4. A step that communicates by itself (sharded parameters) can wait for a rank that failed before it communicated.
+       Nothing here can wake it; the process group's timeout does.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import torch
+
+from recoup.errors import FitError
+
+__all__ = ["ALONE", "SAME_STEP", "Ranks", "find_ranks"]
+
+T = TypeVar("T")
+SAME_STEP = (
+    "Give all ranks the same model, units and budget, and samples of the same structure; a rank that trains another"
+    " model is fitted with together=False."
+)
+"""What to do where ranks that fit a model together run different steps."""
+_IS_SHARED = "_recoup_is_shared"
+
+
+class Ranks:
+    """The ranks of one process group. For a rank alone, values stay as they are.
+
+    Args:
+        group: their process group; ``None`` for all ranks.
+        size: how many they are.
+        rank: this one's number among them.
+
+    >>> ALONE.largest(3), ALONE.gathered("x"), ALONE.from_first(lambda: 1)
+    (3, ['x'], 1)
+    """
+
+    def __init__(self, group: Any = None, *, size: int = 1, rank: int = 0) -> None:
+        self.group, self.size, self.rank = group, size, rank
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks, in their order.
+
+        Raises:
+            Exception: what another rank has raised since the last exchange.
+        """
+        return [value] if self.size == 1 else self._exchange(None, value)
+
+    def largest(self, value: T) -> T:
+        """The largest of all ranks' values."""
+        return max(self.gathered(value))  # type: ignore[type-var]
+
+    def smallest(self, value: T) -> T:
+        """The smallest of all ranks' values."""
+        return min(self.gathered(value))  # type: ignore[type-var]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first rank makes; all raise what it raises."""
+        if self.size == 1:
+            return make()
+        with self.together():
+            made = make() if self.rank == 0 else None
+        return self.gathered(made)[0]  # type: ignore[return-value]
+
+    def check_same(self, text: str, what: str) -> None:
+        """Compares a text by its hash.
+
+        Raises:
+            FitError: some rank has another one.
+        """
+        hashes = self.gathered(sha256(text.encode()).hexdigest())
+        others = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+        if others:
+            raise FitError(f"{what} of rank {others[0]} is not that of rank 0. {SAME_STEP}")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block after which all ranks raise the error of the first of them that failed in it."""
+        if self.size == 1:
+            yield
+            return
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if getattr(error, _IS_SHARED, False):
+                raise
+            failed = error
+        try:
+            self._exchange(failed, None)
+        finally:
+            failed = None  # else this frame and the error would hold each other
+
+    def _exchange(self, error: Exception | None, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        packed = None if error is None else _packed(error)
+        torch.distributed.all_gather_object(found, (packed, value), group=self.group)
+        for rank, (failure, _) in enumerate(found):
+            if failure is None:
+                continue
+            if rank == self.rank and error is not None:
+                setattr(error, _IS_SHARED, True)
+                raise error
+            raise _unpacked(failure) from RuntimeError(f"Raised on rank {rank}.")
+        return [value for _, value in found]
+
+
+ALONE = Ranks()
+"""One process, or one of several that decides for itself."""
+
+
+def find_ranks(together: Any = True) -> Ranks:
+    """The ranks that fit a model together.
+
+    Args:
+        together: ``True`` for all processes of `torch.distributed`, if it is initialized; ``False`` for this one
+            alone; or a process group.
+    """
+    if together is False or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ALONE
+    group = None if together is True else together
+    size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    if rank < 0:
+        raise FitError("This process is not in the process group that together= names.")
+    return Ranks(group, size=size, rank=rank)
+
+
+def _packed(error: Exception) -> bytes:
+    try:
+        # Not the error itself: exceptions with keyword arguments cannot be unpickled.
+        return pickle.dumps((type(error), error.args, vars(error)))
+    except Exception:
+        return pickle.dumps((RuntimeError, (f"{type(error).__name__}: {error}",), {}))
+
+
+def _unpacked(packed: bytes) -> Exception:
+    kind, args, attributes = pickle.loads(packed)
+    error: Exception = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(attributes)
+    setattr(error, _IS_SHARED, True)
+    return error

@@ -1,0 +1,190 @@
+"""What processes that train one model together check, for ``tests/ranks``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import (
+    Net,
+    assert_same,
+    batch_of,
+    between,
+    gradients,
+    loss_of,
+    make_model,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import recoup
+from recoup.errors import BudgetError, FitError, SampleError
+from recoup.ranks import find_ranks
+
+
+def _assert_one_plan(fitted: recoup.Fitted) -> None:
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, fitted.plan.to_json())
+    assert len(set(plans)) == 1
+
+
+def _fit(model: nn.Module, batch: Tensor, share: float = 0.4, **more: Any) -> recoup.Fitted:
+    """Fits to a budget that is the same on all ranks: the first rank's."""
+    plain = make_model()
+    profile = recoup.measure(plain, batch, loss=loss_of)
+    budget = between(profile, share) + profile.residents.gradient_bytes
+    return recoup.fit(model, batch, budget=find_ranks().largest(budget), loss=loss_of, **more)
+
+
+def _train(model: nn.Module, batch: Tensor, num_steps: int = 3) -> dict[str, Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+    return gradients(model)
+
+
+def exchanges(rank: int) -> None:
+    """Values and errors, in whatever order ranks fail."""
+    ranks = find_ranks()
+    assert ranks.gathered(rank) == list(range(ranks.size))
+    assert (ranks.largest(rank), ranks.smallest(rank)) == (ranks.size - 1, 0)
+    assert ranks.from_first(lambda: f"made by {rank}") == "made by 0"
+
+    def fail(error: Exception, meanwhile: Callable[[], Any] = lambda: None) -> None:
+        with ranks.together():
+            if rank == 1:
+                raise error
+            meanwhile()
+
+    with pytest.raises(BudgetError, match="too small") as caught:
+        fail(BudgetError("too small", budget_bytes=1, smallest_bytes=2, unit="blocks.0"))
+    assert (caught.value.smallest_bytes, caught.value.unit) == (2, "blocks.0")
+    # Rank 1 fails in the block around the others' next exchange, and later exchanges are in step again.
+    with pytest.raises(KeyError, match="early"):
+        fail(KeyError("early"), lambda: ranks.largest(0))
+    with pytest.raises(ValueError, match="first"), ranks.together():
+        ranks.from_first(lambda: int("first"))
+    assert ranks.gathered(rank) == list(range(ranks.size))
+    assert find_ranks(together=False).size == 1
+
+
+def data_parallel(rank: int) -> None:
+    """Before and after wrapping: one plan, its buckets counted, the gradients of the unfitted model."""
+    batch = batch_of(rank)
+    reference = _train(DistributedDataParallel(make_model()), batch)
+    model = make_model()
+    before = _fit(model, batch)
+    _assert_one_plan(before)
+    assert not before.plan.keeps_everything
+    residents = before.profile.residents
+    assert residents.other_bytes == batch.nbytes + residents.gradient_bytes
+    assert before.plan.predicted_bytes == before.verification.peak_bytes <= before.plan.budget_bytes
+    assert_same(_train(DistributedDataParallel(model), batch), reference)
+
+    wrapped = DistributedDataParallel(make_model())
+    after = _fit(wrapped, batch)
+    _assert_one_plan(after)
+    assert after.model is wrapped
+    assert after.profile.residents == residents
+    assert [unit.name for unit in after.profile.units] == [unit.name for unit in before.profile.units]
+    assert after.plan.predicted_bytes == after.verification.peak_bytes
+    assert after.verification.gradients == "bit-equal"
+    assert_same(_train(wrapped, batch), reference)
+    assert recoup.verify(wrapped, after.plan, batch, loss=loss_of).gradients == "bit-equal"
+    # A plan for the model is a plan for its wrapper.
+    other = recoup.apply(DistributedDataParallel(make_model()), before.plan)
+    assert_same(_train(other, batch), reference)
+
+
+def data_parallel_settings(rank: int) -> None:
+    """A static graph, gradients that are views of buckets, unused parameters, accumulation without reductions."""
+    batch = batch_of(rank)
+    reference = _train(DistributedDataParallel(make_model(), static_graph=True), batch, num_steps=4)
+    wrapped = DistributedDataParallel(make_model(), static_graph=True)
+    with pytest.raises(SampleError, match="static_graph=True learns the graph from its first backward"):
+        _fit(wrapped, batch)
+    _train(wrapped, batch, num_steps=1)
+    _fit(wrapped, batch)
+    assert_same(_train(wrapped, batch), reference)
+    model = make_model()
+    _fit(model, batch)
+    assert_same(_train(DistributedDataParallel(model, static_graph=True), batch, num_steps=4), reference)
+
+    settings = {"gradient_as_bucket_view": True}
+    reference = _train(DistributedDataParallel(make_model(), **settings), batch)
+    wrapped = DistributedDataParallel(make_model(), **settings)
+    fitted = _fit(wrapped, batch, share=0.6)
+    assert fitted.profile.accumulates
+    assert fitted.profile.residents.other_bytes == batch.nbytes
+    assert_same(_train(wrapped, batch), reference)
+
+    def with_unused() -> Net:
+        model = make_model()
+        model.unused = nn.Linear(4, 4)
+        return model
+
+    settings = {"find_unused_parameters": True}
+    reference = _train(DistributedDataParallel(with_unused(), **settings), batch)
+    model = with_unused()
+    _fit(model, batch)
+    assert_same(_train(DistributedDataParallel(model, **settings), batch), reference)
+
+    def accumulate(model: DistributedDataParallel) -> dict[str, Tensor]:
+        with model.no_sync():
+            loss_of(model(batch)).backward()
+        loss_of(model(batch)).backward()
+        return gradients(model)
+
+    wrapped = DistributedDataParallel(make_model())
+    fitted = _fit(wrapped, batch, share=0.6, accumulates=True)
+    assert fitted.profile.accumulates
+    assert_same(accumulate(wrapped), accumulate(DistributedDataParallel(make_model())))
+
+
+def a_step_of_the_users(rank: int) -> None:
+    """It calls the wrapper, which reduces nothing while one rank may run other steps than another."""
+    batch = batch_of(rank)
+    wrapped = DistributedDataParallel(make_model())
+
+    def step() -> None:
+        loss_of(wrapped(batch)).backward()
+
+    profile = recoup.measure(make_model(), batch, loss=loss_of)
+    budget = between(profile, 0.4) + profile.residents.gradient_bytes
+    fitted = recoup.fit(wrapped, step=step, budget=find_ranks().largest(budget))
+    _assert_one_plan(fitted)
+    assert_same(_train(wrapped, batch), _train(DistributedDataParallel(make_model()), batch))
+
+
+def unequal_ranks(rank: int) -> None:
+    """The largest batch decides; other models, and errors on one rank, are errors on all."""
+    model = make_model()
+    fitted = _fit(model, batch_of(rank, size=96 + 32 * rank))
+    _assert_one_plan(fitted)
+    alone = make_model()
+    largest = recoup.measure(alone, batch_of(rank, size=96 + 32 * (dist.get_world_size() - 1)), loss=loss_of)
+    found, expected = fitted.profile.problem.units, largest.problem.units
+    assert [unit.options[0].held_bytes for unit in found] == [unit.options[0].held_bytes for unit in expected]
+    assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
+
+    def failing(output: Tensor) -> Tensor:
+        if rank == 1:
+            raise ZeroDivisionError("on rank 1 only")
+        return loss_of(output)
+
+    model = make_model()
+    with pytest.raises(FitError, match="on rank 1 only"):
+        recoup.fit(model, batch_of(rank), budget="1GiB", loss=failing)
+    assert not any("forward" in vars(module) for module in model.modules())
+    with pytest.raises(FitError, match=r"Rank 1 calls 'last' where rank 0 calls 'blocks\.2'"):
+        recoup.fit(make_model(3 - min(rank, 1)), batch_of(rank), budget="1GiB", loss=loss_of)
+    with pytest.raises(BudgetError, match="budget"):
+        recoup.fit(make_model(), batch_of(rank), budget=10**5 * (10 - 9 * rank), loss=loss_of)
+    # Alone, ranks fit what they like.
+    fitted = recoup.fit(make_model(3 - rank % 2), batch_of(rank), budget="1GiB", loss=loss_of, together=False)
+    assert fitted.profile.residents.other_bytes == batch_of(rank).nbytes

@@ -1,0 +1,18 @@
+"""Ranks that fit one model together: real processes over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from on_ranks import on_ranks
+from rank_checks import a_step_of_the_users, data_parallel, data_parallel_settings, exchanges, unequal_ranks
+
+
+def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
+    on_ranks(
+        2, tmp_path, exchanges, data_parallel, data_parallel_settings, a_step_of_the_users, unequal_ranks
+    )
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, exchanges, data_parallel)
