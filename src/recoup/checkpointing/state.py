@@ -39,6 +39,7 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from recoup.checkpointing.guard import unguarded
+from recoup.checkpointing.module_tree import TreeState, note_tree
 from recoup.checkpointing.reach import Reach
 from recoup.errors import CheckpointError, InputChangedError
 from recoup.snapshot.places import hold_hooks, holds, look, replace
@@ -56,7 +57,8 @@ class FunctionState:
     """The modules and tensors that a function reaches, as they stood before its forward."""
 
     __slots__ = (
-        "_buffers", "_copies", "_empty", "_moved", "_needs_grad", "_noted", "_reach", "_tensors", "_versions",
+        "_buffers", "_copies", "_empty", "_moved", "_needs_grad", "_noted", "_reach", "_tensors", "_trees",
+        "_versions",
     )  # fmt: skip
 
     def __init__(self, reach: Reach, *, preserve_buffers: bool) -> None:
@@ -65,6 +67,8 @@ class FunctionState:
             (place, without_history(value)) for place, value in reach.bindings
         ]
         """Containers and variables, each with a copy of what it held."""
+        self._trees: list[TreeState] = []
+        """Modules whose attributes were read at once."""
         self._tensors: list[Tensor] = []
         self._empty: list[Any] = []
         """Containers that held nothing."""
@@ -88,12 +92,24 @@ class FunctionState:
             if not isinstance(root, Module):
                 self._tensors.append(root)
                 continue
+            if id(root) not in seen and (tree := note_tree(root)) is not None:
+                seen.update(map(id, self._add_tree(tree)))
+                continue
             stack = [root]
             while stack:
                 module = stack.pop()
                 if id(module) not in seen:
                     seen.add(id(module))
                     self._note_module(module, stack)
+
+    def _add_tree(self, found: TreeState) -> list[Module]:
+        self._trees.append(found)
+        self._tensors += found.tensors()
+        self._buffers += found.buffers()
+        modules = found.tree.modules()
+        for index in found.tree.own_code:
+            self._reach.add_code(modules[index])
+        return modules
 
     def _note_module(self, module: Module, stack: list[Module]) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # its dictionaries are not its own
@@ -198,8 +214,13 @@ class FunctionState:
     def enter(self, stack: ExitStack) -> None:
         """Shows everything as the forward saw it; ``stack`` puts back what stands there now."""
         fresh = dict(zip(self._copies, _copied([copy for _, copy in self._copies.values()]), strict=True))
-        unchanged = [holds(place, then) for place, then in self._noted]
-        noted = list(zip(self._noted, unchanged, strict=True))
+        unchanged: list[TreeState] = []
+        changed: list[TreeState] = []
+        for tree in self._trees:
+            (changed if fresh or not tree.is_unchanged() else unchanged).append(tree)
+        stack.callback(_put_back, unchanged)
+        others = [place for tree in changed for place in tree.places()]
+        noted = [((place, then), holds(place, then)) for place, then in self._noted + others]
         now = [(place, then if same else look(place)) for (place, then), same in noted]
         filled = [(place, look(place)) for place in self._empty if place]
         stack.callback(_put_all, now + filled)
@@ -225,6 +246,12 @@ def _clear_all(places: list[Any]) -> None:
     for place in places:
         if place:
             place.clear()
+
+
+def _put_back(trees: list[TreeState]) -> None:
+    for tree in trees:
+        if not tree.is_unchanged():
+            _put_all(list(tree.places()))
 
 
 def _put_all(places: list[tuple[Any, Any]]) -> None:

@@ -51,6 +51,12 @@ def look(place: Any) -> Any:
 
 def holds(place: Any, wanted: Any) -> bool:
     """Whether a place holds exactly what is wanted."""
+    if type(place) is dict:  # most places are
+        return (
+            len(place) == len(wanted)
+            and not any(map(is_not, place.values(), wanted.values()))
+            and not any(map(is_not, place, wanted))
+        )
     if isinstance(place, (CellType, GlobalName)):
         return look(place) is wanted
     if isinstance(place, Accessor):

@@ -1,0 +1,140 @@
+"""Trees of modules: read at once, put back like everything else, and nothing kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recoup
+from recoup.checkpointing.module_tree import note_tree
+
+
+def block() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Sequential(nn.Conv1d(6, 3, 1), nn.Tanh()))
+    model[2][0].sizes = [3, 5]
+    return model
+
+
+def test_a_tree_has_all_tensors_and_nothing_else() -> None:
+    model = block()
+    state = note_tree(model)
+    assert state is not None
+    assert {id(tensor) for tensor in state.tensors()} == {id(tensor) for tensor in model.parameters()}
+    assert state.buffers() == []
+    held = {id(place): then for place, then in state.places()}
+    for module in model.modules():
+        assert held[id(module.__dict__)] == module.__dict__
+        assert held[id(module._parameters)] == module._parameters
+        assert held[id(module._forward_hooks)] == {}
+
+
+def test_buffers_are_grouped_by_module() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    state = note_tree(model)
+    assert state is not None
+    groups = [[id(buffer) for buffer in group] for group in state.buffers()]
+    wanted = [[id(buffer) for buffer in model[index].buffers()] for index in (0, 2)]
+    assert sorted(groups) == sorted(wanted)
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "a flag": lambda model: setattr(model[2][0], "training", False),
+    "a number": lambda model: setattr(model[1], "eps", 0.5),
+    "a plain tuple": lambda model: setattr(model[1], "normalized_shape", (3, 2)),
+    "an item of a list": lambda model: model[2][0].sizes.__setitem__(0, 1),
+    "a longer list": lambda model: model[2][0].sizes.append(0),
+    "a new attribute": lambda model: setattr(model[0], "scale", 2.0),
+    "an attribute that went": lambda model: delattr(model[0], "in_features"),
+    "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(6, 4))),
+    "no parameter": lambda model: setattr(model[0], "bias", None),
+    "another module": lambda model: setattr(model, "1", nn.LayerNorm(6)),
+    "a hook": lambda model: model[0].register_forward_hook(lambda *_: None),
+    "a buffer": lambda model: model[0].register_buffer("mask", torch.ones(1)),
+    "another type": lambda model: setattr(model[1], "eps", [0.1]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_every_change_is_seen_and_can_be_put_back(change: Callable[[nn.Sequential], Any]) -> None:
+    model = block()
+    state = note_tree(model)
+    assert state is not None
+    assert state.is_unchanged()
+    change(model)
+    assert not state.is_unchanged()
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_replay_sees_the_modules_as_they_were(change: Callable[[nn.Sequential], Any]) -> None:
+    x = torch.randn(3, 6, 4, requires_grad=True)
+
+    def gradients(act: Callable[[nn.Sequential], Any]) -> list[Tensor]:
+        model = block()
+        weights = list(model.parameters())
+        output = recoup.checkpoint(model, x)
+        act(model)
+        found = torch.autograd.grad(output.square().sum(), [x, *weights])
+        assert len(found) == 1 + len(weights)
+        return list(found)
+
+    for plain, changed in zip(gradients(lambda model: None), gradients(change), strict=True):
+        assert torch.equal(plain, changed)
+
+
+def test_after_the_replay_changes_stand_as_before_it() -> None:
+    model = block()
+    x = torch.randn(3, 6, 4, requires_grad=True)
+    output = recoup.checkpoint(model, x)
+    other = nn.LayerNorm(6)
+    model[1] = other
+    model[0].scale = 2.0
+    output.sum().backward()
+    assert model[1] is other
+    assert model[0].scale == 2.0
+
+
+def test_a_tree_keeps_no_tensor_alive() -> None:
+    model = block()
+    assert note_tree(model) is not None
+    gone = weakref.ref(model[0].weight)
+    gone_module = weakref.ref(model[1])
+    model[0].weight = nn.Parameter(torch.ones(6, 4))
+    model[1] = nn.LayerNorm(6)
+    gc.collect()
+    assert gone() is None
+    assert gone_module() is None
+    state = note_tree(model)
+    assert state is not None
+    assert any(tensor is model[0].weight for tensor in state.tensors())
+
+
+def test_what_has_no_tree() -> None:
+    hooked, lazy, objects, history = block(), nn.Sequential(nn.LazyLinear(3)), block(), block()
+    hooked[0].register_forward_hook(lambda *_: None)
+    objects[0].config = Settings()
+    history[0].last = history[0].weight * 2
+    for model in (hooked, lazy, objects, history):
+        assert note_tree(model) is None
+
+
+class Settings:
+    """An object of the user's, which is followed."""
+
+    scale = 2.0
+
+
+def test_a_module_that_changes_all_the_time_has_none_in_the_end() -> None:
+    model = block()
+    values = [1, 1.0, "1", None, True, 1, 1.0]
+    found = []
+    for value in values:
+        model[0].changing = value
+        found.append(note_tree(model) is not None)
+    assert found == [True] * 4 + [False] * 3
