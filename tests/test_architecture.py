@@ -200,6 +200,7 @@ def test_public_names() -> None:
         "fit",
         "frontier",
         "is_replaying",
+        "keep",
         "largest_batch",
         "manual",
         "measure",

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from recoup import manual, measuring, planning, report, stores
     from recoup.auditing import audit
     from recoup.batching import largest_batch
-    from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, torch_checkpoint
+    from recoup.checkpointing import Checkpoint, checkpoint, describe, is_replaying, keep, torch_checkpoint
     from recoup.engines import apply, remove
     from recoup.fitting import fit, verify
     from recoup.measuring import measure
@@ -29,6 +29,7 @@ __all__ = [
     "fit",
     "frontier",
     "is_replaying",
+    "keep",
     "largest_batch",
     "manual",
     "measure",
@@ -56,6 +57,7 @@ _LATER = {
     "fit": "fitting",
     "frontier": "plans",
     "is_replaying": "checkpointing",
+    "keep": "checkpointing",
     "largest_batch": "batching",
     "measure": "measuring",
     "minimum_budget": "plans",

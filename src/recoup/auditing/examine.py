@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recoup.auditing.findings import Finding, Kind, make_finding
+from recoup.auditing.findings import Finding, Kind, make_finding, some_of
 from recoup.auditing.given import copied, with_other_values
 from recoup.auditing.replays import Trial, try_replay
 from recoup.auditing.rounding import differs_by_rounding
@@ -19,6 +19,7 @@ from recoup.model.named_arguments import named_tensors
 from recoup.model.preserve import preserving
 from recoup.model.streaming import UnitCall
 from recoup.model.undo import undone
+from recoup.sizes import format_bytes
 from recoup.tensors import storages, tensors_in
 
 __all__ = ["examine", "run_plainly"]
@@ -44,7 +45,7 @@ def examine(call: UnitCall) -> tuple[Any, list[Finding]]:
     if log is not None and log.is_read:
         found = [(Kind.BACKWARD, "its own backward runs before the step's")]
     elif log is not None:
-        found += _compared(log, other) + _aliases(call, output, found)
+        found += _decisions(log) + _compared(log, other) + _aliases(call, output, found)
     return output, [make_finding(call.name, kind, detail) for kind, detail in found]
 
 
@@ -111,6 +112,17 @@ def _on_other_values(call: UnitCall) -> SavedLog | None:
             raise
         except Exception:
             return None
+
+
+def _decisions(log: SavedLog) -> _Found:
+    """What a replay is given, by operation and module."""
+    sizes: dict[str, int] = {}
+    for module, kept in log.kept:
+        if kept.value is not None:
+            what = f"{kept.operation} in {module}" if module else kept.operation
+            sizes[what] = sizes.get(what, 0) + kept.num_bytes
+    named = [f"{format_bytes(size)} of {what}" for what, size in sizes.items()]
+    return [(Kind.DECISIONS, some_of(named))] if named else []
 
 
 def _compared(log: SavedLog, other: SavedLog | None) -> _Found:

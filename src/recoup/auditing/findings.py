@@ -20,6 +20,7 @@ class Kind(str, Enum):
     REPLAY = "replay fails"
     ROUNDING = "rounding differs"
     BUFFERS = "updates buffers"
+    DECISIONS = "keeps decisions"
     SHAPES = "memory depends on the data"
     READS = "reads saved tensors again"
     ALIAS = "output shares memory with an input"
@@ -42,6 +43,7 @@ _ACTIONS = {
     Kind.ROUNDING: "May be replayed; gradients then agree up to rounding, not bit for bit."
     " torch.use_deterministic_algorithms(True) makes them equal.",
     Kind.BUFFERS: "May be replayed: they are updated once, and the replay sees the values that the forward saw.",
+    Kind.DECISIONS: "May be replayed: they are kept from the forward, and the replay is given them.",
     Kind.SHAPES: "May be replayed: the same input takes the same way again. Leave a margin in the budget, since"
     " its memory varies with the data.",
     Kind.READS: "May be replayed; the second read costs a second replay. Read ctx.saved_tensors once.",

@@ -1,4 +1,4 @@
-"""A unit's plain forward, with a log of what it saves and in which module."""
+"""A unit's plain forward, with a log of what it saves and decides, and in which module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from recoup.checkpointing.decisions import Kept, Recording, most_bytes_of, run_in
 from recoup.model.streaming import UnitCall
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
@@ -20,19 +21,21 @@ __all__ = ["SavedLog", "first_difference", "run_logged"]
 
 @dataclass
 class SavedLog:
-    """What a forward saved.
+    """What a forward saved and decided.
 
     Attributes:
         entries: shape, dtype and the name (relative to the unit) of the module that saved it.
         is_read: whether the forward itself read one of them, because it ran a backward.
+        kept: what a replay would be given, with the name of the module that decided it.
     """
 
     entries: list[tuple[torch.Size, torch.dtype, str]] = field(default_factory=list)
     is_read: bool = False
+    kept: list[tuple[str, Kept]] = field(default_factory=list)
 
 
 def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
-    """Runs a call's forward on the real arguments, as `UnitCall.glance` does, and logs what it saves."""
+    """Runs a call's forward on the real arguments, as `UnitCall.glance` does, and logs what it saves and decides."""
     log = SavedLog()
     current: list[str] = []
 
@@ -45,12 +48,24 @@ def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
         log.is_read = True
         return tensor
 
+    region = _Named(log.kept, current, most_bytes_of((call.args, call.kwargs)))
     with _naming(call.module, current):
         push_saved_tensor_hooks(pack, unpack)
         try:
-            return call.fn(*call.args, **call.kwargs), log
+            return run_in(region, call.fn, call.args, call.kwargs, watches=True), log
         finally:
             pop_saved_tensor_hooks()
+
+
+class _Named(Recording):
+    """Notes what is kept by the module that decides it."""
+
+    def __init__(self, named: list[tuple[str, Kept]], current: list[str], most_bytes: int) -> None:
+        super().__init__([], most_bytes)
+        self._named, self._current = named, current
+
+    def add(self, kept: Kept) -> None:
+        self._named.append((self._current[-1] if self._current else "", kept))
 
 
 @contextmanager

@@ -34,6 +34,8 @@ from torch import Tensor
 from recoup.checkpointing import mismatch, process_lock
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
+from recoup.checkpointing.deciding import deciding_site
+from recoup.checkpointing.decisions import Handing, Kept, Recording, most_bytes_of, run_in
 from recoup.checkpointing.digest import Digest, digest_of_saved, packed
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
@@ -75,11 +77,12 @@ class Frame:
         leaves: those that are held as they are, by position among the call's own.
         is_settled: whether the forward has ended.
         runs_backward: whether the function runs a backward inside.
+        kept: what a replay is given instead of computing it anew.
     """
 
     __slots__ = (
-        "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_state", "arguments",
-        "first", "fn", "is_settled", "leaves", "options", "records", "runs_backward",
+        "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_site", "_state",
+        "arguments", "first", "fn", "is_settled", "kept", "leaves", "options", "records", "runs_backward",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +97,10 @@ class Frame:
         self.records: list[Record] = []
         self.leaves: dict[int, Tensor] = {}
         self.is_settled = self.runs_backward = False
+        self.kept: list[Kept] = []
+        # Contexts may keep results of operations themselves, and then must see all of these.
+        watches = options.keep_decisions and replay_context is None
+        self._site = deciding_site(fn) if watches else None
         self._replay_context = replay_context
         reach = Reach(fn, arguments.others)
         self._state = None
@@ -109,6 +116,24 @@ class Frame:
         """What the call returned, where that may be compared."""
         self._outputs: tuple[Kind, ...] = ()
         self._maker = process_lock.holder()
+
+    def run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward, and keeps what it decides."""
+        watches = self._site is not None and self._site.is_watched()
+        region = Recording(self.kept, most_bytes_of((args, kwargs)) if watches else 0)
+        output = run_in(region, self.fn, args, kwargs, watches=watches)
+        if watches and self._site is not None:
+            self._site.note(region.num_decisions)
+        return output
+
+    def run_again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs a replay, and gives it what the forward kept."""
+        if not self.kept:
+            return self.fn(*args, **kwargs)
+        refuse = partial(mismatch.decided_otherwise, self.fn)
+        region = Handing(self.kept, refuse, may_go_on=not self.is_settled)
+        watches = any(kept.operation != "keep" for kept in self.kept)
+        return run_in(region, self.fn, args, kwargs, watches=watches)
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
@@ -220,10 +245,11 @@ class Frame:
 
     def __repr__(self) -> str:
         num_saved = len(self.records)
+        kept = f", keeps [{', '.join(map(str, self.kept))}]" if self.kept else ""
         return (
             f"<checkpoint of {mismatch.describe_function(self.fn)}: holds [{', '.join(self.arguments.describe())}],"
             f" gives [{', '.join(map(mismatch.describe_shape, self._outputs))}],"
-            f" {num_saved} saved tensor{'s' * (num_saved != 1)} to replay, {self._environment.describe()}>"
+            f" {num_saved} saved tensor{'s' * (num_saved != 1)} to replay, {self._environment.describe()}{kept}>"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recoup.torch_private import WatchingMode, tree_iter
 
-__all__ = ["StaleGuard", "unguarded"]
+__all__ = ["StaleGuard", "is_unguarded", "unguarded"]
 
 
 class _Off(threading.local):
@@ -30,6 +30,11 @@ def unguarded() -> Iterator[None]:
         yield
     finally:
         _off.value = before
+
+
+def is_unguarded() -> bool:
+    """Whether this thread runs an operation of recoup's own, and not of the function."""
+    return _off.value
 
 
 class StaleGuard(WatchingMode):

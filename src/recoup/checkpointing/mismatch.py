@@ -9,7 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,12 +17,16 @@ from torch.nn import Module
 
 from recoup.errors import InputChangedError, ReplayMismatchError
 
+if TYPE_CHECKING:
+    from recoup.checkpointing.decisions import Kept
+
 __all__ = [
     "Kind",
     "Record",
     "changed_argument",
     "changed_saved",
     "changed_state",
+    "decided_otherwise",
     "describe_function",
     "describe_shape",
     "kind_of",
@@ -50,7 +54,8 @@ _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
 _CAUSES = """\
 Likely causes:
   - the function depends on something outside its arguments: Python or NumPy random numbers, a global, a cache;
-  - its control flow depends on values that differ in the last bit between two runs (routing in a mixture of experts);
+  - its control flow depends on values that differ in the last bit between two runs (routing in a mixture of experts):
+    decisions are kept unless that is switched off or they are large, and recoup.keep keeps any tensor;
   - a mode or setting changed between forward and backward;
   - a call before it, whose result it is given, does not repeat itself.
 What to do: pass what the function depends on as an argument, branch on recoup.is_replaying() where it has a side
@@ -169,6 +174,16 @@ def returned_drifted(fn: Any, place: int, kind: Kind) -> ReplayMismatchError:
     )
 
 
+def decided_otherwise(fn: Any, number: int, then: Kept | None, now: Kept) -> ReplayMismatchError:
+    """The replay makes another decision, or keeps another tensor, than the forward did in this place."""
+    was = "the forward made none there" if then is None else f"it was {_describe_kept(then)} in the forward"
+    return _not_repeated(
+        fn,
+        f"Decision {number + 1} is {_describe_kept(now)} in the replay{_operation()}; {was}: control flow fell"
+        " differently.",
+    )
+
+
 def ran_backward(fn: Any) -> ReplayMismatchError:
     """The replay runs a backward inside, where the forward ran none."""
     return _not_repeated(fn, "It runs a backward inside, and the forward ran none.")
@@ -196,6 +211,11 @@ def _describe(kind: Kind) -> str:
 def describe_shape(kind: Kind) -> str:
     """A tensor's dtype and shape."""
     return f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
+
+
+def _describe_kept(kept: Kept) -> str:
+    shapes = ", ".join(str(list(shape)) for shape in kept.shapes)
+    return f"{kept.operation} of {shapes}" if shapes else kept.operation
 
 
 def _place(fn: Any) -> str:

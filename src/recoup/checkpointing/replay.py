@@ -164,7 +164,7 @@ def run_with_hooks(
 
     grad_mode = _begin(pack if compare is None else pack_carefully, unpack)
     try:
-        output = fn(*args, **kwargs)
+        output = frame.run_again(args, kwargs)
         is_changed = read_settings()[WRITABLE] != settings
     except _StopReplay:
         is_changed = False
@@ -200,7 +200,7 @@ def run_for_output(frame: Frame, args: Sequence[Any], kwargs: dict[str, Any]) ->
     hooks = (pack, saved.__getitem__) if frame.runs_backward else (_drop, refuse)
     grad_mode = _begin(*hooks)
     try:
-        return frame.fn(*args, **kwargs)
+        return frame.run_again(args, kwargs)
     finally:
         _end(grad_mode)
         saved.clear()

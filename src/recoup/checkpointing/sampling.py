@@ -31,7 +31,7 @@ from torch.nn import Module
 from recoup.checkpointing.replay import depth
 from recoup.snapshot.own_code import content_of
 
-__all__ = ["is_due", "never_again", "sampling"]
+__all__ = ["is_due", "is_sampling_as_usual", "never_again", "sampling", "site_of"]
 
 
 class _Mode:
@@ -70,11 +70,16 @@ def sampling(samples: Literal["always", "never"]) -> Iterator[None]:
         _mode.samples = before
 
 
+def is_sampling_as_usual() -> bool:
+    """Whether calls are counted: not while a model is measured or verified."""
+    return _mode.samples == "usual"
+
+
 def is_due(fn: Any) -> bool:
     """Counts a call, and says whether it is to be compared."""
     if _mode.samples != "usual" or depth():
         return _mode.samples == "always" and not depth()
-    site = fn.__code__ if type(fn) is FunctionType and not fn.__closure__ else _site_of(fn)
+    site = site_of(fn)
     known = _sites.get(id(site))
     if known is None:
         known = _sites[id(site)] = _Site(site)
@@ -94,7 +99,7 @@ def is_due(fn: Any) -> bool:
 
 def never_again(fn: Any) -> None:
     """The function's results are not the same bits each time: its site is not compared any more."""
-    site = _site_of(fn)
+    site = site_of(fn)
     known = _sites.setdefault(id(site), _Site(site))
     known.next = sys.maxsize
 
@@ -104,10 +109,13 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _site_of(fn: Any) -> Any:
+def site_of(fn: Any) -> Any:
+    """The module, the code or the type that calls of a function come from."""
     if type(fn) is FunctionType:
+        if not fn.__closure__:
+            return fn.__code__
         return next(
-            (cell for cell in map(content_of, fn.__closure__ or ()) if isinstance(cell, Module)), fn.__code__
+            (cell for cell in map(content_of, fn.__closure__) if isinstance(cell, Module)), fn.__code__
         )
     if isinstance(fn, Module):
         return fn
@@ -115,7 +123,7 @@ def _site_of(fn: Any) -> Any:
     if isinstance(owner, Module):
         return owner
     if isinstance(fn, MethodType):
-        return _site_of(fn.__func__)
+        return site_of(fn.__func__)
     if isinstance(fn, functools.partial):
-        return _site_of(fn.func)
+        return site_of(fn.func)
     return type(fn)

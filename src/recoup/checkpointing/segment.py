@@ -145,10 +145,10 @@ class Segment:
             push_saved_tensor_hooks(frame.pack, self.unpack)
             try:
                 if contexts[0] is None:
-                    output = fn(*args, **kwargs)
+                    output = frame.run_first(args, kwargs)
                 else:
                     with contexts[0]:
-                        output = fn(*args, **kwargs)
+                        output = frame.run_first(args, kwargs)
             finally:
                 pop_saved_tensor_hooks()
             frame.settle(output)

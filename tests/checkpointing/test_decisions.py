@@ -1,0 +1,398 @@
+"""Decisions are kept and handed to the replay; values are recomputed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recoup
+from recoup import Checkpoint, checkpoint
+from recoup.checkpointing import Group, Span, deciding, decisions
+from recoup.errors import ReplayMismatchError
+
+NUM_TIES = 100
+SEEN: list[list[int]] = []
+"""The experts of all rows, of every run. Not an attribute: a replay puts those back."""
+
+
+@pytest.fixture(autouse=True)
+def sites() -> Iterator[None]:
+    known = dict(deciding._sites)
+    deciding._sites.clear()
+    SEEN.clear()
+    yield
+    deciding._sites.clear()
+    deciding._sites.update(known)
+
+
+def near_ties(logits: Tensor) -> Tensor:
+    """The first two logits of every row, one unit in the last place apart: in the replay to the other side."""
+    found = logits.detach().clone()
+    found[:, 2:] = -9
+    found[:, 1] = torch.nextafter(found[:, 0], torch.tensor(-9.0 if recoup.is_replaying() else 9.0))
+    return found
+
+
+def by_item(ties: Tensor) -> Tensor:
+    return torch.tensor([0 if row[0].item() > row[1].item() else 1 for row in ties])
+
+
+def by_branch(ties: Tensor) -> Tensor:
+    return torch.tensor([0 if row[0] > row[1] else 1 for row in ties])
+
+
+def by_rows(ties: Tensor) -> Tensor:
+    chosen = torch.zeros(len(ties), dtype=torch.int64)
+    chosen[(ties[:, 1] > ties[:, 0]).nonzero()[:, 0]] += 1
+    return chosen
+
+
+# All give the expert of each row.
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "topk": lambda ties: ties.topk(2).indices[:, 0],
+    "argmax": lambda ties: ties.argmax(-1),
+    "max": lambda ties: ties.max(-1).indices,
+    "sort": lambda ties: ties.sort(-1, descending=True).indices[:, 0],
+    "stable sort": lambda ties: torch.sort(ties, stable=True, dim=1, descending=True).indices[:, 0],
+    "argsort": lambda ties: ties.argsort(-1)[:, -1],
+    "comparison": lambda ties: (ties[:, 1] > ties[:, 0]).long(),
+    "cast": lambda ties: (ties[:, 1] - ties[:, 0]).sign().clamp(min=0).long(),
+    "mask of rows": by_rows,
+    "one-hot": lambda ties: nn.functional.one_hot(ties.argmax(-1), 4).argmax(-1),
+    "item": by_item,
+    "branch": by_branch,
+    "equal": lambda ties: torch.tensor([int(torch.equal(row[:2], row[:2].sort()[0])) for row in ties]),
+    "list": lambda ties: torch.tensor((ties[:, 1] > ties[:, 0]).int().tolist()),
+}
+
+
+class Experts(nn.Module):
+    """Each row goes to one of four experts, with a weight from the router."""
+
+    def __init__(self, choose: Callable[[Tensor], Tensor], width: int = 6) -> None:
+        super().__init__()
+        self.choose = choose
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        chosen = self.choose(near_ties(logits))
+        SEEN.append(chosen.tolist())
+        weights = logits.softmax(-1).gather(-1, chosen[:, None])
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero()[:, 0]
+            if len(rows):
+                y = y.index_add(0, rows, torch.tanh(expert(x[rows])) * weights[rows])
+        return y
+
+
+def gradients(run: Callable[..., Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    loss = run(leaf).pow(2).sum()
+    used = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(loss, [leaf, *used], allow_unused=True)
+    return [torch.zeros(()) if one is None else one for one in found]
+
+
+def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_near_ties_that_flip(choice: str) -> None:
+    torch.manual_seed(0)
+    model, x = Experts(CHOICES[choice]), torch.randn(NUM_TIES, 6)
+    plain = gradients(model, model, x)
+    for _ in range(3):  # the third call is watched for what the first has shown
+        assert_same(gradients(lambda x: checkpoint(model, x), model, x), plain)
+    assert SEEN == [[1] * NUM_TIES] * 7
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_without_kept_decisions_they_flip(choice: str) -> None:
+    torch.manual_seed(0)
+    model, x = Experts(CHOICES[choice]), torch.randn(NUM_TIES, 6)
+    with pytest.raises(ReplayMismatchError, match="mixture of experts"):
+        gradients(lambda x: Checkpoint(keep_decisions=False)(model, x), model, x)
+    assert SEEN[:2] == [[1] * NUM_TIES, [0] * NUM_TIES]
+
+
+# Values beside indices
+
+
+SELECTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "topk": lambda x: x.topk(3),
+    "topk, first dimension": lambda x: torch.topk(x, 2, dim=0),
+    "topk, smallest": lambda x: x.topk(2, largest=False, sorted=False),
+    "sort": lambda x: x.sort(0, descending=True),
+    "stable sort": lambda x: torch.sort(x, stable=True, dim=1),
+    "max": lambda x: x.max(1),
+    "max, keepdim": lambda x: x.max(dim=0, keepdim=True),
+    "min": lambda x: x.min(dim=-1),
+    "median": lambda x: x.median(1),
+    "nanmedian": lambda x: x.nanmedian(0, keepdim=True),
+    "mode": lambda x: x.round().mode(1),
+    "kthvalue": lambda x: x.kthvalue(2, 0),
+    "no dimension": lambda x: x[0, 0].sort(),
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_values_are_those_at_the_kept_indices(selection: str) -> None:
+    torch.manual_seed(1)
+    select, seen = SELECTIONS[selection], []
+
+    def fn(x: Tensor, other: Tensor) -> Tensor:
+        values, indices = select(other if recoup.is_replaying() else x)
+        seen.append((values.detach(), indices))
+        weights = torch.arange(1.0, values.numel() + 1).view(values.shape)
+        return (values * weights).exp().sum()
+
+    x = (torch.randn(5, 7) / 9).requires_grad_()
+    (plain,) = torch.autograd.grad(fn(x, x), x)
+    # The same input: the same bits. Another one: its own values, at the places that the forward chose.
+    (kept,) = torch.autograd.grad(Checkpoint(check="values")(fn, x, x.detach().clone().requires_grad_()), x)
+    assert torch.equal(kept, plain)
+    assert torch.equal(seen[1][0], seen[2][0])
+    flipped = (-x).detach().requires_grad_()
+    Checkpoint(check="metadata", early_stop=False)(fn, x, flipped).backward()
+    assert torch.equal(seen[-1][1], seen[0][1])
+    assert torch.equal(
+        seen[-1][0], seen[0][0] if selection == "mode" and not seen[0][0].any() else -seen[0][0]
+    )
+
+
+def test_a_value_and_its_gradient_agree_with_the_choice() -> None:
+    """Logits that differ in the last bit change values in the last bit, and nothing else."""
+    torch.manual_seed(2)
+
+    def fn(x: Tensor) -> Tensor:
+        ties = x + (near_ties(x) - x).detach()
+        weights, chosen = ties.softmax(-1).topk(1)
+        return (weights * (chosen + 1)).pow(2).sum()
+
+    x = torch.randn(NUM_TIES, 4, requires_grad=True)
+    (plain,) = torch.autograd.grad(fn(x), x)
+    (kept,) = torch.autograd.grad(Checkpoint(check="metadata")(fn, x), x)
+    assert torch.allclose(kept, plain, rtol=1e-5, atol=1e-7)
+
+
+# What is kept
+
+
+def kept_of(fn: Callable[..., Tensor], *args: Tensor) -> str:
+    text = recoup.describe(checkpoint(fn, *args))
+    return text.partition(", keeps ")[2].rstrip(">")
+
+
+def test_what_is_kept_and_what_is_not() -> None:
+    def fn(x: Tensor, ids: Tensor) -> Tensor:
+        x, _ = nn.functional.max_pool1d(x, 2, return_indices=True)
+        x = nn.functional.dropout(x, 0.5)
+        where = torch.zeros_like(x, dtype=torch.bool) | (ids[:, None] > 1)  # of integers, or of a shape only
+        x = x.masked_fill(where, 0.0) * (x.view(torch.int32) > 0)
+        positive = x > 0
+        return (x * positive).sin() * x.sum().item()
+
+    x = torch.ones(3, 8, requires_grad=True) * 2
+    assert kept_of(lambda x: fn(x, torch.arange(3)), x) in (
+        "[gt bool[3, 4], item 0.0]",
+        *(f"[gt bool[3, 4], item {4.0 * n}]" for n in range(1, 13)),
+    )
+
+
+def test_large_masks_are_computed_anew() -> None:
+    """They are masks over values; a choice is small beside what it is made for."""
+    small, large = torch.ones(2**16, requires_grad=True) * 1, torch.ones(2**16 + 1, requires_grad=True) * 1
+    assert kept_of(lambda x: (x > 0) * x.sin(), small) == "[gt bool[65536]]"
+    assert kept_of(lambda x: (x > 0) * x.sin(), large) == "[gt too large]"
+    wide = torch.ones(2**16 + 1, 4, requires_grad=True) * 1  # a sixteenth of the argument's bytes
+    assert kept_of(lambda x: (x[:, 0] > 0)[:, None] * x.sin(), wide) == "[gt bool[65537]]"
+    x = large.detach().requires_grad_()
+    checkpoint(lambda x: ((x > 0) * x.sin()).topk(3)[0], x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.count_nonzero() == 3
+
+
+def test_kept_bytes_go_with_the_graph() -> None:
+    gc.collect()
+    x = torch.randn(8, 4, requires_grad=True)
+    y = checkpoint(lambda x: x.topk(2)[0].exp(), x)
+    held = [one for one in gc.get_objects() if type(one) is decisions.Kept]
+    assert [one.num_bytes for one in held] == [8 * 2 * 8]
+    del held
+    y.sum().backward()
+    del y
+    assert not [one for one in gc.get_objects() if type(one) is decisions.Kept]
+
+
+def test_decisions_that_are_changed_in_place() -> None:
+    def fn(x: Tensor) -> Tensor:
+        counts = x.argmax(-1)
+        counts += 1
+        mask = x > 0
+        mask[0] = False
+        return (x * mask).exp() * counts[:, None]
+
+    x = torch.randn(5, 4, requires_grad=True)
+    (plain,) = torch.autograd.grad(fn(x).sum(), x)
+    loss = checkpoint(fn, x).sum()
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], plain)
+
+
+def test_random_numbers_stay_the_same() -> None:
+    """A draw that is kept is made again, or what is drawn after it would be another one."""
+
+    def fn(x: Tensor) -> Tensor:
+        rows = torch.multinomial(x.softmax(-1), 2)
+        return nn.functional.dropout(x.gather(-1, rows).exp(), 0.5)
+
+    x = torch.randn(50, 4, requires_grad=True)
+    torch.manual_seed(3)
+    (plain,) = torch.autograd.grad(fn(x).sum(), x)
+    for _ in range(2):
+        torch.manual_seed(3)
+        assert torch.equal(torch.autograd.grad(Checkpoint(check="values")(fn, x).sum(), x)[0], plain)
+
+
+# The replay decides in the same order
+
+
+def test_a_replay_that_decides_otherwise() -> None:
+    def fn(x: Tensor) -> Tensor:
+        chosen = x.argmin(-1) if recoup.is_replaying() else x.argmax(-1)
+        return x.exp() * chosen[:, None]
+
+    x = torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(
+        ReplayMismatchError,
+        match=r"Decision 1 is argmin of \[5, 4\] in the replay \(at test_decisions.py:\d+\); it was argmax of \[5, 4\]",
+    ):
+        checkpoint(fn, x).sum().backward()
+
+
+def test_a_replay_that_decides_more() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * x.argmax(-1)[:, None]
+        return (y * (y > 0) if recoup.is_replaying() else y).exp()
+
+    x = torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(
+        ReplayMismatchError, match=r"Decision 2 is gt of \[5, 4\].*the forward made none there"
+    ):
+        checkpoint(fn, x).sum().backward()
+
+
+# Who is watched
+
+
+def watched_calls(monkeypatch: pytest.MonkeyPatch, fn: Callable[[Tensor], Tensor], num: int) -> list[int]:
+    watched: list[bool] = []
+    real = decisions.run_in
+
+    def noted(region: Any, *args: Any, watches: bool) -> Any:
+        if isinstance(region, decisions.Recording):
+            watched.append(watches)
+        return real(region, *args, watches=watches)
+
+    monkeypatch.setattr("recoup.checkpointing.frame.run_in", noted)
+    for _ in range(num):
+        checkpoint(fn, torch.randn(3, 4, requires_grad=True)).sum().backward()
+    return [number for number, is_watched in enumerate(watched, 1) if is_watched]
+
+
+def test_functions_without_decisions_are_watched_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched_calls(monkeypatch, torch.sin, 40) == [1, 2, 4, 8, 16, 32]
+
+
+def test_functions_with_decisions_are_watched_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched_calls(monkeypatch, lambda x: x.topk(2)[0].exp(), 5) == [1, 2, 3, 4, 5]
+
+
+def test_a_function_that_begins_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(4, 4)
+    assert watched_calls(monkeypatch, layer, 3) == [1, 2]
+    layer.forward = lambda x: layer.weight.sum() * x.topk(2)[0].exp()  # type: ignore[method-assign]
+    assert watched_calls(monkeypatch, layer, 4) == [1, 2, 3, 4]  # its 4th call and those after it
+
+
+def test_contexts_of_others_see_all_operations() -> None:
+    """Selective checkpointing of torch's own keeps results by itself, and counts operations."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
+
+    x = torch.randn(5, 4, requires_grad=True)
+    (plain,) = torch.autograd.grad(x.topk(2)[0].exp().sum(), x)
+    for _ in range(2):
+        loss = recoup.torch_checkpoint(lambda x: x.topk(2)[0].exp(), x, context_fn=contexts).sum()
+        assert torch.equal(torch.autograd.grad(loss, x)[0], plain)
+
+
+# Inside each other, in a row
+
+
+def stack_of(num: int) -> tuple[nn.Sequential, Tensor, list[Tensor]]:
+    torch.manual_seed(4)
+    model = nn.Sequential(
+        *(Experts(CHOICES[choice]) for choice in ("topk", "argmax", "comparison", "sort")[:num])
+    )
+    x = torch.randn(NUM_TIES, 6)
+    return model, x, gradients(model, model, x)
+
+
+def test_checkpoints_inside_each_other() -> None:
+    model, x, plain = stack_of(3)
+
+    def inner(x: Tensor) -> Tensor:
+        return checkpoint(model[2], checkpoint(model[1], model[0](x)))
+
+    for _ in range(2):
+        assert_same(gradients(lambda x: checkpoint(inner, x), model, x), plain)
+
+
+@pytest.mark.parametrize("groups", [(), (Group(0, 1), Group(2, 3)), (Group(1, 3, (Group(2, 3),)),)])
+def test_spans(groups: tuple[Group, ...]) -> None:
+    model, x, plain = stack_of(4)
+
+    def run(x: Tensor) -> Tensor:
+        span = Span(Checkpoint(), groups)
+        for layer in model:
+            x = span.call(layer, (x,), {})
+        span.close()
+        return x
+
+    for _ in range(2):
+        assert_same(gradients(run, model, x), plain)
+
+
+def test_a_backward_inside() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            inner = checkpoint(lambda y: near_ties(y).argmax(-1)[:, None] * y.exp(), y)
+            (gradient,) = torch.autograd.grad(inner.sum(), y)
+        return x.sin() * gradient * (x.topk(1)[1] + 1)
+
+    x = torch.randn(5, 4, requires_grad=True)
+    (plain,) = torch.autograd.grad(fn(x).sum(), x)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(checkpoint(fn, x).sum(), x)[0], plain)
+
+
+def test_compiled_code_runs_compiled() -> None:
+    compiled = torch.compile(lambda x: x.sin().exp() * 2, backend="aot_eager")
+    x = torch.randn(5, 4, requires_grad=True)
+    torch._dynamo.utils.counters.clear()
+    for _ in range(4):
+        checkpoint(lambda x: compiled(x) * x.argmax(), x).sum().backward()
+    assert torch._dynamo.utils.counters["frames"] == {"total": 1, "ok": 1}
