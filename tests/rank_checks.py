@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import (
+    NUM_BLOCKS,
     Net,
     assert_same,
     batch_of,
@@ -18,10 +20,14 @@ from on_ranks import (
     make_model,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from recoup.errors import BudgetError, FitError, SampleError
+from recoup.policies import UniformSegments
 from recoup.ranks import find_ranks
 
 
@@ -144,6 +150,54 @@ def data_parallel_settings(rank: int) -> None:
     fitted = _fit(wrapped, batch, share=0.6, accumulates=True)
     assert fitted.profile.accumulates
     assert_same(accumulate(wrapped), accumulate(DistributedDataParallel(make_model())))
+
+
+def _shard(model: Net, **settings: Any) -> Net:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    return model
+
+
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"reshard_after_forward": False},
+    {"reshard_after_forward": True},
+    {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+)
+
+
+def _train_counting(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], int]:
+    """The gradients, and how often parameters were gathered."""
+    num_gathers = 0
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_gathers
+        num_gathers += 1
+        return gather(*args)
+
+    with patch.object(_fsdp_param_group, "foreach_all_gather", counting):
+        found = _train(model, batch)
+    return found, num_gathers
+
+
+def sharded_after_planning(rank: int) -> None:
+    """Whole units and segments under FSDP2: the gradients of the unfitted model, with as many gathers."""
+    batch = batch_of(rank)
+    fitted = _fit(make_model(), batch)
+    for settings in _SETTINGS:
+        expected, num_gathers = _train_counting(_shard(make_model(), **settings), batch)
+        assert num_gathers >= 3 * (NUM_BLOCKS + 1)
+        for plan in (fitted.plan, UniformSegments(1), UniformSegments(2)):
+            before = _shard(recoup.apply(make_model(), plan), **settings)
+            after = recoup.apply(_shard(make_model(), **settings), plan)
+            for model in (before, after):
+                found, number = _train_counting(model, batch)
+                assert_same(found, expected)
+                assert number == num_gathers
 
 
 def a_step_of_the_users(rank: int) -> None:

@@ -87,6 +87,8 @@ foreach_supported_types = _foreach_supported_types
 is_traceable_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 tree_iter = torch.utils._pytree.tree_iter
 tree_map_only = torch.utils._pytree.tree_map_only
+# The node of FSDP2's hook before a module's forward, which hands arguments on as views of themselves.
+SHARDING_HOOK = "RegisterPostBackwardFunctionBackward"
 # All convolutions: on the CPU their kernels allocate workspace that nobody counts.
 ConvNd = torch.nn.modules.conv._ConvNd
 

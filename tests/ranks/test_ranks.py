@@ -5,13 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from on_ranks import on_ranks
-from rank_checks import a_step_of_the_users, data_parallel, data_parallel_settings, exchanges, unequal_ranks
+from rank_checks import (
+    a_step_of_the_users,
+    data_parallel,
+    data_parallel_settings,
+    exchanges,
+    sharded_after_planning,
+    unequal_ranks,
+)
 
 
 def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
     on_ranks(
         2, tmp_path, exchanges, data_parallel, data_parallel_settings, a_step_of_the_users, unequal_ranks
     )
+
+
+def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, sharded_after_planning)
 
 
 def test_four_ranks(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from recoup.checkpointing.arguments import Arguments, Given
 from recoup.checkpointing.digest import Digest, digest, is_same
 from recoup.checkpointing.mismatch import Kind, kind_of
 from recoup.tensors import argument_paths, each_tensor, put_together, take_apart, versions_of
+from recoup.torch_private import SHARDING_HOOK
 
 __all__ = ["FedArguments", "Feed", "Flow", "Outputs", "Place", "rooted"]
 
@@ -62,11 +63,23 @@ class Outputs:
         """Says which call returned this very tensor, unless it has been changed since."""
         found = self._returned.get(id(tensor))
         if found is None or found.reference() is not tensor:  # an identity can be given to another object
+            found = self._find_behind_hook(tensor)
+        if found is None:
             return None
         if [found.version] != versions_of([tensor]) or found.needs_grad != tensor.requires_grad:
             return None
         then = digest(tensor) if self._with_digest else None
         return Feed(found.call, found.place, kind_of(tensor), then)
+
+    def _find_behind_hook(self, tensor: Tensor) -> _Returned | None:
+        """Who returned the tensor that a hook of sharding has given on as a view of the whole of it."""
+        if tensor._base is None or type(tensor.grad_fn).__name__ != SHARDING_HOOK:
+            return None
+        for found in self._returned.values():
+            one = found.reference()
+            if one is not None and tensor.is_set_to(one):
+                return found
+        return None
 
 
 class FedArguments(Arguments):

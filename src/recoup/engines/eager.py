@@ -12,10 +12,11 @@ from torch import nn
 
 from recoup.checkpointing import process_lock
 from recoup.engines.by_policy import arrange
-from recoup.engines.running import Nesting, PlannedCall, Run
+from recoup.engines.running import Gathering, Nesting, PlannedCall, Run
 from recoup.engines.watching import Watch
 from recoup.errors import ApplyError
 from recoup.model.caches import CachelessForward, cached_models
+from recoup.model.calls import class_of_module
 from recoup.model.checks import check_model
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, InnerForward, Recipe
@@ -38,6 +39,7 @@ class _Engine(Nesting):
 
     def __init__(self, items: Sequence[Item], recipes: dict[int, tuple[Recipe, ...]], watch: Watch) -> None:
         self.items, self.recipes, self.watch = tuple(items), recipes, watch
+        self.gathering = Gathering()
         self.depth = 0
         self.reset()
 
@@ -72,6 +74,7 @@ class _Root(_Planned):
             return self.original(*args, **kwargs)
         engine = self.engine
         engine.reset()
+        engine.gathering.begin(self.module)
         if engine.depth == 0:
             engine.watch.before(self.module, self.original, args, kwargs)
         taken = process_lock.acquire()  # units that are kept draw from the same generators
@@ -110,7 +113,7 @@ class _UnitForward(_Planned):
             return self.original(*args, **kwargs)
         if engine.watch.is_recomputed_by_others():
             return self.original(*args, **kwargs)
-        call = PlannedCall(self._unit(), self.module, self.original, engine)
+        call = PlannedCall(self._unit(), self.module, self.original, engine, engine.gathering)
         if engine.depth or engine.watch.thread is None:
             return engine.run(call, *args, **kwargs)
         # A thread of the model's own, beside the one that runs the model.
@@ -202,7 +205,7 @@ def apply(
 
 def planned_model(model: nn.Module, profile: Profile) -> nn.Module:
     """The part of a model that a plan is about: without wrappers, unless these were measured too."""
-    if type(model).__name__ != profile.model:
+    if class_of_module(model).__name__ != profile.model:
         model = unwrapped_model(model)
     inner: nn.Module = inner_model(model) if profile.engine != "eager" else model
     return inner
@@ -298,9 +301,10 @@ def units_by_module(model: nn.Module, profile: Profile) -> dict[nn.Module, list[
     Raises:
         ApplyError: the plan was made for another model.
     """
-    if type(model).__name__ != profile.model:
+    name = class_of_module(model).__name__
+    if name != profile.model:
         raise ApplyError(
-            f"The plan was made for a {profile.model}, and this model is a {type(model).__name__}."
+            f"The plan was made for a {profile.model}, and this model is a {name}."
             " Measure and plan this model."
         )
     modules: dict[str, nn.Module] = {}

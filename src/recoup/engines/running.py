@@ -6,20 +6,24 @@ NOTE [ How a fitted model runs ]
     3. The units of a segment share one `Span`, opened by the first and left by the last. Segments inside it are groups
        of that span's calls: its replay forgets them again.
     4. What a unit calls belongs to it: a unit that another one calls runs plainly there, as it was measured.
-    5. The graph is always the real one. If the user's code does something else than in the measured step, gradients
+    5. Hooks of a unit run around its stand-in, in the forward only. A replay of a segment gathers sharded parameters by
+       itself: of its units, only the last has begun its backward by then.
+    6. The graph is always the real one. If the user's code does something else than in the measured step, gradients
        stay right; only the memory may differ.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from recoup.checkpointing import Checkpoint, Group, Span
+from recoup.checkpointing import Checkpoint, Group, Span, is_replaying
 from recoup.model.recipe import KEEP, Recipe, run_recipe
+from recoup.model.sharded import gather
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 
 __all__ = ["Nesting", "PlannedCall", "Run"]
@@ -34,22 +38,50 @@ class Nesting(threading.local):
     is_inside = False
 
 
+class Gathering:
+    """Gathers the sharded parameters of units that are replayed."""
+
+    def __init__(self) -> None:
+        self._owners: dict[nn.Module, Any] = {}
+        self._root: weakref.ref[nn.Module] | None = None
+
+    def begin(self, model: nn.Module) -> None:
+        """A step of a model begins."""
+        if self._root is None or self._root() is not model:
+            self._root, self._owners = weakref.ref(model), {}
+
+    def __call__(self, unit: nn.Module) -> None:
+        """A unit is about to be replayed."""
+        gather(self._owners, self._root() if self._root else None, unit)
+
+    def __reduce__(self) -> Any:
+        return Gathering, ()
+
+
 class PlannedCall:
     """A unit's own forward, with its place in the plan."""
 
     # Slots: a search for what the function can reach follows `__wrapped__` only.
-    __slots__ = ("__name__", "__self__", "__wrapped__", "module", "nesting", "unit")
+    __slots__ = ("__name__", "__self__", "__wrapped__", "gathering", "module", "nesting", "unit")
 
     def __init__(
-        self, unit: int, module: nn.Module, fn: Callable[..., Any], nesting: Nesting | None = None
+        self,
+        unit: int,
+        module: nn.Module,
+        fn: Callable[..., Any],
+        nesting: Nesting | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
         # For error texts, this is the module's own method.
         self.__self__, self.__name__, self.__wrapped__ = module, "forward", fn
         self.unit, self.module, self.nesting = unit, module, nesting or Nesting()
+        self.gathering = gathering
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward itself."""
         nesting = self.nesting
+        if self.gathering is not None and is_replaying():
+            self.gathering(self.module)
         before, nesting.is_inside = nesting.is_inside, True
         try:
             return self.__wrapped__(*args, **kwargs)

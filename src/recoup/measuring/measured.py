@@ -12,6 +12,7 @@ from recoup.devices.meter import Meter
 from recoup.measuring.problem.costs import StepCosts
 from recoup.measuring.problem.lifetimes import encode
 from recoup.measuring.problem.positions import positions_of
+from recoup.model.calls import class_of_module
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, Recipe
 from recoup.plans.profile import Profile, ProfiledUnit
@@ -49,7 +50,7 @@ class Measured:
         tail = costs.structure.tail
         largest = sorted(tail.output, key=lambda number: tail.output[number], reverse=True)
         return Profile(
-            type(self.model).__name__,
+            class_of_module(self.model).__name__,
             self.meter.device_name,
             self._units(costs),
             encode(costs),

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
+from recoup.model.sharded import class_before_sharding
 from recoup.model.step import TrainingStep
 
 __all__ = ["ModuleCall", "class_of_module", "form_of_module", "kind_of_module", "module_names", "watch_calls"]
@@ -48,14 +49,14 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def class_of_module(module: nn.Module) -> type[nn.Module]:
-    """A module's class; for a parametrized module, which gets a class of its own from torch, the one before that.
+    """A module's class; for a parametrized or sharded module, which gets a class of its own, the one before that.
 
     >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     >>> type(layer) is nn.Linear, class_of_module(layer) is nn.Linear
     (False, True)
     """
     found: type[nn.Module] = type_before_parametrizations(module)
-    return found
+    return class_before_sharding(found)
 
 
 def form_of_module(module: nn.Module) -> tuple[Any, ...]:
