@@ -7,6 +7,7 @@ private attributes of torch's objects. ``tests/test_torch_private.py`` tells whi
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,7 +125,12 @@ def min_cut_partition(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, 
     """
     from torch._functorch import partitioners
 
-    with patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False):
+    with (
+        patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False),
+        # Of a cut that it refuses it would leave drawings in the working directory.
+        patch.object(partitioners, "_get_unique_path", lambda *_: os.devnull, create=True),
+        patch.object(partitioners, "visualize_min_cut_graph", lambda _: (None, None)),
+    ):
         return partitioners.min_cut_rematerialization_partition(*args, **kwargs)
 
 
@@ -198,7 +204,11 @@ def allocations_seen(see: Callable[[Tensor], None]) -> Iterator[None]:
 
     def allocate(*args: Any) -> Tensor:
         made: Tensor = before[0](*args)
-        see(made)
+        try:
+            see(made)
+        except BaseException:
+            del made  # the traceback must not hold what did not fit
+            raise
         return made
 
     for module in loaded:

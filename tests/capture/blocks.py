@@ -233,4 +233,11 @@ class StochasticDepth(Unit):
         return x + torch.tanh(self.b(torch.tanh(self.a(x)).mul(keep))).div(0.5)
 
 
-RANDOM = (TwoDropouts, RandnLike, Rand, Bernoulli, Attention, StochasticDepth)
+class DropsAll(Unit):
+    """Eager code draws nothing for the first dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(self.a(x)), 1.0) + F.dropout(self.b(x), 0.5)
+
+
+RANDOM = (TwoDropouts, DropsAll, RandnLike, Rand, Bernoulli, Attention, StochasticDepth)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from inspect import getsourcelines
 from pathlib import Path
 
+import pytest
+import torch
+import torch.nn.functional as F
 from capture import blocks
-from capture.blocks import FeedForward, TwoDropouts
+from capture.blocks import FeedForward, TwoDropouts, Unit
 from capture.cuts import captured
+from torch import Tensor
 
 from recoup.capture.cut import Cut
 from recoup.capture.explain import OperationFate, fates_of
@@ -69,3 +73,28 @@ def test_a_dropout_s_mask_is_kept_and_its_result_made_again() -> None:
     assert found["native_dropout"].fate == "kept"
     assert found["native_dropout"].num_bytes == ROWS * WIDTH  # one byte for each number
     assert (found["getitem"].operation, found["getitem"].fate) == ("aten.native_dropout", "recomputed")
+
+
+class Rectified(Unit):
+    """Generated code compares its result with 0 for the backward, which fills in zeros, and adds ones on both ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.a(x)) * (self.b(x) + torch.ones(4, 8))
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # its code generator imports what torch calls deprecated
+def test_what_only_the_backward_runs() -> None:
+    """Whatever is said to be saved: torch never keeps constants."""
+    module = Rectified()
+    graph = captured(module, module.given(), "compiled")
+    names = tuple(node.name for node in graph.nodes)
+    fates = {
+        saves: {one.name: one.fate for one in fates_of(graph, Cut("compiled", graph.digest, saves))}
+        for saves in ((), names)
+    }
+    (zeros,) = (node.name for node in graph.nodes if "full" in node.name and node.args[0] == [])
+    assert fates[()][zeros] == fates[names][zeros] == "backward"
+    assert (fates[()]["le"], fates[names]["le"]) == ("backward", "kept")
+    assert (fates[()]["relu"], fates[names]["relu"]) == ("recomputed", "kept")

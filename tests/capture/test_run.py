@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import networkx
 import pytest
 import torch
 from capture.blocks import Attention, FeedForward, StochasticDepth, TwoDropouts, Unit
@@ -308,6 +309,20 @@ class TestCompiled:
         one = 4 * 8 * 4
         assert held_bytes(at(module, Cut("compiled", graph.digest, ())), given) == 0
         assert held_bytes(at(module, Cut("compiled", graph.digest, ("addmm",))), given) == one
+
+
+def test_a_cut_that_torch_refuses_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise networkx.NetworkXUnbounded("no cut")
+
+    module = FeedForward()
+    given = module.given()
+    cut = Cut("captured", captured(module, given).digest, ("addmm",))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(networkx, "minimum_cut", refuse)
+    with pytest.warns(RecoupWarning, match="runs eagerly"):
+        step(module, at(module, cut), given)
+    assert list(tmp_path.iterdir()) == []
 
 
 PROGRAM = """

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from recoup.devices import tracker
 from recoup.measuring import MemoryTracker
 
 
@@ -168,6 +172,18 @@ class TestLimit:
             except torch.OutOfMemoryError:
                 assert memory.current_bytes == 0
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the code generator's imports
+    def test_generated_code_that_does_not_fit(self) -> None:
+        run, x = torch.compile(lambda x: torch.sin(x) + 1), torch.randn(256)
+        expected = run(x)
+        with MemoryTracker(limit_bytes=1000) as memory:
+            text = "generated code needs 1.00 KiB beside 0 B in use; the limit is 1000 B"
+            with pytest.raises(torch.OutOfMemoryError, match=text) as error:
+                run(x)
+            assert error.tb is not None  # it lives, and holds nothing
+            assert memory.current_bytes == memory.peak_bytes == 0
+        assert torch.equal(run(x), expected)
+
     @pytest.mark.parametrize("limit_outside", [True, False])
     def test_nested_trackers_both_count(self, limit_outside: bool) -> None:
         limits = (1000, None) if limit_outside else (None, 1000)
@@ -194,3 +210,24 @@ class TestLimit:
         layers.zero_grad()
         with MemoryTracker(limit_bytes=memory.peak_bytes - 1), pytest.raises(torch.OutOfMemoryError):
             layers(x).sum().backward()
+
+
+def test_a_count_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def allocations_seen(see: object) -> Iterator[None]:
+        seen.append("entered")
+        try:
+            yield
+        finally:
+            seen.append("left")
+
+    def fail(mode: object) -> None:
+        raise RuntimeError("no modes here")
+
+    monkeypatch.setattr(tracker, "allocations_seen", allocations_seen)
+    monkeypatch.setattr(tracker.WatchingMode, "__enter__", fail)
+    with pytest.raises(RuntimeError, match="no modes here"), MemoryTracker():
+        pass
+    assert seen == ["entered", "left"]

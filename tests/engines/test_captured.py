@@ -17,6 +17,9 @@ from real_steps import real_peak_bytes
 from torch import Tensor, nn
 
 import recoup
+import recoup.capture.run
+from recoup.engines.real_steps import RealSteps
+from recoup.model.step import TrainingStep
 from recoup.plans.profile import Profile
 from recoup.plans.tree import leaves_of
 
@@ -335,6 +338,51 @@ class TestNested:
         assert_equal(run(model, sample), expected)
         peak_bytes = profile.problem.resident_bytes + real_peak_bytes(model, sample)
         assert peak_bytes <= predicted.peak_bytes
+
+
+class Around(FeedForward):
+    """Calls another unit, which the model calls as well."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(16)
+        self.others = [inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.others[0](x))
+
+
+class CallsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = FeedForward(16)
+        self.outer = Around(self.inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x)).square().mean()
+
+
+def test_a_unit_inside_a_captured_unit_is_no_compiled_model() -> None:
+    """Without the warning that a plan is not in force inside compiled code: warnings are errors."""
+    model, sample = CallsTwice(), (torch.randn(32, 16),)
+    expected = run(model, sample)
+    profile = recoup.measure(model, sample, engine="captured", units=[model.inner, model.outer])
+    names = [unit.name for unit in profile.units if unit.recipes[0].cut is not None]
+    assert names == ["inner", "outer"]
+    recoup.capture.run._functions.clear()  # captured again, with the plan on the model
+    recoup.apply(model, recoup.plan(profile, recoup.minimum_budget(profile)))
+    assert_equal(run(model, sample), expected)
+
+
+class TestRandom:
+    @pytest.mark.parametrize("p", [0.0, 0.3])
+    def test_a_loaded_profile_knows_what_draws(self, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, x = Mixed(FeedForward), torch.randn(32, 16)
+        for block in model.blocks:
+            block.dropout.p = p
+        profile = recoup.measure(model, x, engine="captured")
+        monkeypatch.setattr(recoup.capture.run, "_graphs", {})  # as in another process
+        again = Profile.from_json(profile.to_json())
+        assert RealSteps(TrainingStep(model, x), again).draws == (p > 0)
 
 
 class TestCompiled:

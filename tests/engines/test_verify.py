@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from recoup.engines import Leaf, ModelPlan, apply, compare_by_unit, is_applied, 
 from recoup.engines.compare_by_unit import compare_units
 from recoup.engines.drift import drift_between, too_far
 from recoup.engines.racing import _ENOUGH_S
-from recoup.engines.verify import Verification
+from recoup.engines.verify import Verification, _compare_generated
 from recoup.errors import BudgetError, OverBudgetError, VerificationError
 from recoup.measuring import MemoryTracker, Profile
 from recoup.measuring.measure import Measured
@@ -42,6 +43,54 @@ class Drifting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x)) * next(TICKS)
+
+
+class Generated:
+    """Steps of generated code by three sets of gradients: under the plan, with everything kept, and eager."""
+
+    def __init__(self, draws: bool, **gradients: Tensor) -> None:
+        self.draws, self.gradients, self.way = draws, gradients, "planned"
+
+    def results(self, see: Callable[[Tensor], Any]) -> dict[str, Any]:
+        return {"weight": see(self.gradients[self.way])}
+
+    @contextmanager
+    def _as(self, way: str) -> Iterator[None]:
+        before, self.way = self.way, way
+        yield
+        self.way = before
+
+    def plainly(self) -> Any:
+        return self._as("kept")
+
+    def eagerly(self) -> Any:
+        return self._as("eager")
+
+    def compare(self) -> tuple[Any, str]:
+        with self.plainly():
+            plain = self.results(fingerprint)
+        return _compare_generated(self, self.results(fingerprint), plain)  # type: ignore[arg-type]
+
+
+class TestGeneratedCode:
+    """All cuts draw the same random numbers; eager code draws others, and is no measure of rounding then."""
+
+    def test_code_that_draws_may_differ_by_rounding_only(self) -> None:
+        kept, eager = torch.ones(8), torch.arange(8.0)
+        wrong = Generated(True, planned=kept * 1.2, kept=kept, eager=eager)
+        with pytest.raises(VerificationError, match=r"'weight' \(relative error 0.2, .* everything kept"):
+            wrong.compare()
+        drifting, words = Generated(True, planned=kept * 1.01, kept=kept, eager=eager).compare()
+        assert [drift.name for drift in drifting] == ["weight"]
+        assert words.startswith("relative error up to 0.01 to the compiled step with everything kept")
+        assert words.endswith("(it draws other random numbers)")
+
+    def test_code_that_does_not_draw_is_measured_by_eager_code(self) -> None:
+        kept, eager = torch.ones(8), torch.full((8,), 1.03)
+        drifting, _ = Generated(False, planned=kept * 1.2, kept=kept, eager=eager).compare()
+        assert len(drifting) == 1
+        with pytest.raises(VerificationError, match="everything kept"):
+            Generated(False, planned=kept * 1.4, kept=kept, eager=eager).compare()
 
 
 STATE = [1.0]

@@ -16,18 +16,23 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.engines import is_applied
-from recoup.model.uncompile import inner_model, is_compiled, is_uncompiled, recompile, uncompile
+from recoup.model.uncompile import (
+    EagerForward,
+    _Hidden,
+    inner_model,
+    is_compiled,
+    is_uncompiled,
+    recompile,
+    uncompile,
+    uncompiled,
+)
 from recoup.policies import EveryN
 from recoup.snapshot.own_code import is_compiled_function
 
 # The compiler looks at the gradients of what it is given.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning"),
-    # Measuring sets hooks on all modules, and wrappers call two of them.
-    pytest.mark.filterwarnings(
-        "ignore:Using .torch.compile.module.. when there are global hooks.*:UserWarning"
-    ),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning"
+)
 
 
 class Layer(nn.Module):
@@ -157,6 +162,32 @@ def test_what_was_never_compiled() -> None:
     assert torch.equal(model(x), expected)
     assert vars(model) == before
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("way", [blocks, wrapped_blocks, forwards])
+def test_all_or_nothing(way: Any, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = way(Layers(), runs), torch.randn(2, 4)
+    expected = model(x)
+    before, counted = runs.number, 0
+
+    def second_fails(begin: Callable[..., None]) -> Callable[..., None]:
+        def begin_or_fail(*args: Any) -> None:
+            nonlocal counted
+            counted += 1
+            if counted == 2:
+                raise RuntimeError("no second one")
+            begin(*args)
+
+        return begin_or_fail
+
+    for kind in (_Hidden, EagerForward):
+        monkeypatch.setattr(kind, "__init__", second_fails(kind.__init__))
+    with pytest.raises(RuntimeError, match="no second one"), uncompiled(model):
+        pass
+    monkeypatch.undo()
+    assert not is_uncompiled(model)
+    assert torch.equal(model(x), expected)
+    assert runs.number == 2 * before
 
 
 def test_what_torch_compile_was_given() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
 from recoup.checkpointing.decisions import Kept, Recording, most_bytes_of, run_in
+from recoup.model.calls import hooks_on_all_modules
 from recoup.model.streaming import UnitCall
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
@@ -81,15 +81,8 @@ def _naming(unit: nn.Module, current: list[str]) -> Iterator[None]:
         if module in names and current:
             current.pop()
 
-    handles = [
-        hooks.register_module_forward_pre_hook(enter),
-        hooks.register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
+    with hooks_on_all_modules(enter, leave, always_leave=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def first_difference(left: SavedLog, right: SavedLog) -> str | None:

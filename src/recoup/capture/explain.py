@@ -21,7 +21,7 @@ class OperationFate:
         operation: such as ``"aten.addmm"``.
         num_bytes: of its result.
         seconds: measured by itself.
-        fate: ``"kept"``, ``"recomputed"``, or ``"not needed"`` by the backward.
+        fate: ``"kept"``, ``"recomputed"``, or ``"not needed"`` by the backward; ``"backward"`` if only that runs it.
         line: of the user's code that made it, such as ``"model.py:31: y = self.out(y)"``; empty if not known.
     """
 
@@ -34,13 +34,17 @@ class OperationFate:
 
 
 def fates_of(graph: UnitGraph, cut: Cut) -> tuple[OperationFate, ...]:
-    """All operations of a unit's forward, in order."""
+    """All operations of a unit that do not depend on a gradient, in order."""
     kept, again = graph.recomputed(graph.own_saves if cut.saves is None else cut.saves)
-    found = []
+    found, forward = [], _run_by_forward(graph)
     needed_later = kept & {graph.makers[value] for value in _read_later(graph, again)}
     for node, op in zip(graph.nodes, graph.operations, strict=True):
         needed = needed_later & {graph.makers[value] for value in op.outputs}
-        fate = "recomputed" if node in again else "kept" if needed else "not needed"
+        # torch makes constants again, whatever it is told.
+        if node in again or (needed and not op.inputs and op.is_replayable):
+            fate = "recomputed" if node in forward else "backward"
+        else:
+            fate = "kept" if needed else "not needed"
         size = sum(graph.value_bytes[value] for value in op.outputs)
         seconds = graph.seconds.get(node.name, 0.0)
         found.append(OperationFate(node.name, _operation(node), size, seconds, fate, _line(node)))
@@ -54,6 +58,16 @@ def _read_later(graph: UnitGraph, again: set[Node]) -> set[int]:
         if node in again:
             read.update(op.inputs)
     return read
+
+
+def _run_by_forward(graph: UnitGraph) -> set[Node]:
+    """The operations that the unit's outputs depend on. The others run for the backward only."""
+    found, read = set(), set(graph.resident)
+    for node, op in zip(reversed(graph.nodes), reversed(graph.operations), strict=True):
+        if read.intersection(op.outputs):
+            found.add(node)
+            read.update(op.inputs)
+    return found
 
 
 def _operation(node: Node) -> str:

@@ -120,6 +120,11 @@ class UnitGraph:
         """Reads a joint graph whose first ``num_outputs`` outputs are the forward's."""
         return _Reader(graph, num_outputs).read()
 
+    @property
+    def draws(self) -> bool:
+        """Whether an operation draws random numbers."""
+        return any(map(is_random, self.nodes))
+
     def to_planner(self, seconds_of: Callable[[Node], float]) -> OpGraph:
         """The graph for the planner, with the seconds of its operations."""
         operations = [

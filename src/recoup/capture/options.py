@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -30,11 +31,11 @@ def cuts_of(graph: UnitGraph, engine: str, seconds_of: Callable[[Node], float]) 
         return share * seconds
 
     frontier = hold_frontier(graph.to_planner(price))
-    own = Cut(engine, graph.digest)
+    own = Cut(engine, graph.digest, draws=graph.draws)
     # The first corner recomputes nothing that takes time, as the engine's own cut does.
     corners = _spread(frontier.points, _MOST_CUTS)[1:]
     held = [graph.names(frontier.held(index)) for index in corners]
-    return [own, *(Cut(engine, graph.digest, saves, number) for number, saves in enumerate(held, start=1))]
+    return [own, *(replace(own, saves=saves, number=number) for number, saves in enumerate(held, start=1))]
 
 
 def _is_fused(node: Node) -> bool:

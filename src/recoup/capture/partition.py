@@ -11,13 +11,14 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup.capture.cut import Cut
-from recoup.capture.graph import UnitGraph, changed_inputs, is_random, is_view, masked_result
+from recoup.capture.graph import DROPOUT, UnitGraph, changed_inputs, is_random, is_view, masked_result
 from recoup.torch_private import default_partition, keep_order, min_cut_partition
 
-__all__ = ["partition"]
+__all__ = ["draw_as_eager", "partition"]
 
 Parts = tuple[GraphModule, GraphModule]
 """A forward and a backward."""
+_TIMES, _ZEROS = torch.ops.aten.mul.Tensor, torch.ops.aten.zeros_like.default
 _REPEATED_DROPOUT = torch.ops.aten.native_dropout_backward.default
 
 
@@ -30,8 +31,9 @@ def partition(
     own memory budget it draws random numbers a second time, and gradients are wrong.
     """
     split = _keep_all if cut.engine == "captured" else min_cut_partition
+    draw_as_eager(joint)
     graph = UnitGraph.of(joint.graph, num_fwd_outputs)
-    if cut.engine == "compiled" and any(map(is_random, graph.nodes)):
+    if cut.engine == "compiled" and graph.draws:
         keep_order()
     if cut.saves is None:
         _keep_random(graph)
@@ -43,6 +45,22 @@ def partition(
     _mark(kept, CheckpointPolicy.MUST_SAVE)
     _mark(again, CheckpointPolicy.MUST_RECOMPUTE)
     return min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+
+
+def draw_as_eager(joint: GraphModule) -> None:
+    """Replaces dropouts of everything: eager code draws no random numbers for them, the captured operation would."""
+    for node in joint.graph.find_nodes(op="call_function", target=DROPOUT):
+        x, p, train = node.args
+        if p != 1.0 or train is False:
+            continue
+        for part in list(node.users):
+            made = (_TIMES, (x, 0.0), {}) if part.args[1] == 0 else (_ZEROS, (x,), {"dtype": torch.bool})
+            with joint.graph.inserting_before(part):
+                nothing = joint.graph.call_function(*made)
+            nothing.meta = dict(part.meta)
+            part.replace_all_uses_with(nothing)
+            joint.graph.erase_node(part)
+        joint.graph.erase_node(node)
 
 
 def _is_of_dropout(node: Node) -> bool:

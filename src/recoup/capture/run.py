@@ -8,6 +8,7 @@ NOTE [ One function for each cut ]
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -21,7 +22,7 @@ from torch.fx import GraphModule
 
 from recoup.capture.cut import Cut
 from recoup.capture.graph import UnitGraph, sized_by_values
-from recoup.capture.partition import partition
+from recoup.capture.partition import draw_as_eager, partition
 from recoup.errors import CaptureError, RecoupWarning
 from recoup.torch_private import (
     backend_of_generated_code,
@@ -33,12 +34,26 @@ from recoup.torch_private import (
     too_many_compilations,
 )
 
-__all__ = ["capture", "graph_of", "run_cut"]
+__all__ = ["capture", "graph_of", "is_capturing", "run_cut"]
 
 _numbers = count()
 _functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
 _graphs: dict[tuple[str, str], UnitGraph] = {}
 """By engine and digest."""
+
+
+class _Running(threading.local):
+    """Whether this thread runs a captured unit, and so may capture it."""
+
+    is_inside = False
+
+
+_running = _Running()
+
+
+def is_capturing() -> bool:
+    """Whether code that the compiler traces now belongs to a unit that recoup captures."""
+    return _running.is_inside
 
 
 def _template(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -63,6 +78,7 @@ def capture(
             return own()
         if (node := sized_by_values(joint.graph)) is not None:
             raise CaptureError(f"the size of a result depends on values ({node.name})")
+        draw_as_eager(joint)
         graph = UnitGraph.of(joint.graph, num_fwd_outputs)
         found.append(graph)
         parts = own()
@@ -128,11 +144,14 @@ def run_cut(
 
 
 def _call(run: Callable[..., Any], *args: Any) -> Any:
+    before, _running.is_inside = _running.is_inside, True
     try:
         return run(*args)
     except too_many_compilations():
         with many_compilations():
             return run(*args)
+    finally:
+        _running.is_inside = before
 
 
 def _compiled(cut: Cut, partition: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ class MemoryTracker(WatchingMode):
     operation takes about ten microseconds longer.
 
     Args:
-        limit_bytes: for tests of what happens when a step does not fit. An operation whose results pass this limit
-            raises `torch.OutOfMemoryError`, and its results are freed.
+        limit_bytes: for tests of what happens when a step does not fit. An operation or generated code whose
+            results pass this limit raises `torch.OutOfMemoryError`, and its results are freed.
 
     >>> import torch
     >>> with MemoryTracker() as memory:
@@ -72,13 +73,15 @@ class MemoryTracker(WatchingMode):
 
     def __enter__(self) -> MemoryTracker:
         """Begins to count."""
-        self._generated = allocations_seen(lambda made: self._count((made,)))
-        self._generated.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+        with ExitStack() as stack:
+            stack.enter_context(allocations_seen(self._count))
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._generated = stack.pop_all()
+        return self
 
     def __exit__(self, *error: Any) -> Any:
         """Ends the count."""
-        self._generated.__exit__(None, None, None)
+        self._generated.close()
         return super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
@@ -128,24 +131,32 @@ class MemoryTracker(WatchingMode):
         result = func(*args, **(kwargs or {}))
         before_bytes = self.current_bytes
         self._look((result,), True)
+        if refusal := self._at_peak(func, before_bytes):
+            # The traceback must not hold what did not fit.
+            del result, args, kwargs
+            raise torch.OutOfMemoryError(refusal)
+        return result
+
+    def _count(self, made: Tensor) -> None:
+        """Counts what generated code allocates."""
+        before_bytes = self.current_bytes
+        self._look((made,), True)
+        if refusal := self._at_peak("generated code", before_bytes):
+            del made
+            raise torch.OutOfMemoryError(refusal)
+
+    def _at_peak(self, what: Any, before_bytes: int) -> str:
+        """Notes a new peak; says so if it passes the limit."""
         self.recent_peak_bytes = max(self.recent_peak_bytes, self.recent_bytes)
         if self.current_bytes > self.peak_bytes:
             if self.limit_bytes is not None and self.current_bytes > self.limit_bytes:
                 need_bytes = self.current_bytes - before_bytes
-                # The traceback must not hold what did not fit.
-                del result, args, kwargs
-                raise torch.OutOfMemoryError(
-                    f"{func} needs {format_bytes(need_bytes)} beside {format_bytes(before_bytes)} in use; "
+                return (
+                    f"{what} needs {format_bytes(need_bytes)} beside {format_bytes(before_bytes)} in use; "
                     f"the limit is {format_bytes(self.limit_bytes)}."
                 )
             self.peak_bytes = self.current_bytes
-        return result
-
-    def _count(self, made: tuple[Tensor]) -> None:
-        """Counts what generated code allocates."""
-        self._look(made, True)
-        self.recent_peak_bytes = max(self.recent_peak_bytes, self.recent_bytes)
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        return ""
 
     def _counts(self, tensor: Tensor) -> bool:
         """Whether a new tensor counts."""

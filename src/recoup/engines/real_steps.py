@@ -11,8 +11,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from recoup.capture.graph import is_random
-from recoup.capture.run import graph_of
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.engines.drift import deterministically
@@ -74,11 +72,8 @@ class RealSteps:
     @property
     def draws(self) -> bool:
         """Whether captured units draw random numbers."""
-        cuts = {
-            recipe.cut for unit in self.profile.units for recipe in unit.recipes if recipe.cut is not None
-        }
-        graphs = [graph for graph in map(graph_of, cuts) if graph is not None]
-        return any(map(is_random, (node for graph in graphs for node in graph.nodes)))
+        recipes = [recipe for unit in self.profile.units for recipe in unit.recipes]
+        return any(recipe.cut is not None and recipe.cut.draws for recipe in recipes)
 
     @contextmanager
     def plainly(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup.capture.run import is_capturing
 from recoup.errors import RecoupWarning
 from recoup.model.conditions import Conditions, autocast_of, input_shapes
 from recoup.model.tracing import is_recomputed_by_others
@@ -191,7 +192,8 @@ class Watch:
     @assume_constant_result
     def at_compiling(self) -> int:
         """Runs while the compiler traces the model, which takes it for a constant."""
-        self._warn("compiled", _COMPILED)
+        if not is_capturing():  # else a unit that a captured one calls, and as part of which it was planned
+            self._warn("compiled", _COMPILED)
         return 0
 
 

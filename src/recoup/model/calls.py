@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,15 @@ from recoup.errors import SampleError
 from recoup.model.sharded import class_before_sharding
 from recoup.model.step import TrainingStep
 
-__all__ = ["ModuleCall", "class_of_module", "form_of_module", "kind_of_module", "module_names", "watch_calls"]
+__all__ = [
+    "ModuleCall",
+    "class_of_module",
+    "form_of_module",
+    "hooks_on_all_modules",
+    "kind_of_module",
+    "module_names",
+    "watch_calls",
+]
 
 
 @dataclass(eq=False)
@@ -142,12 +151,27 @@ def _calls_noted(root: ModuleCall, names: dict[nn.Module, str], memory: MemoryTr
                     )
                 stack[-1].inside.remove(call)
 
+    with hooks_on_all_modules(enter, leave):
+        yield
+
+
+@contextmanager
+def hooks_on_all_modules(
+    enter: Callable[[nn.Module, Any], None],
+    leave: Callable[[nn.Module, Any, Any], None],
+    *,
+    always_leave: bool = False,
+) -> Iterator[None]:
+    """Has functions called before and after every module's forward; if asked for, also after an exception."""
     handles = [
         hooks.register_module_forward_pre_hook(enter),
-        hooks.register_module_forward_hook(leave),
+        hooks.register_module_forward_hook(leave, always_call=always_leave),
     ]
     try:
-        yield
+        with warnings.catch_warnings():
+            # Of wrappers that torch.compile made, which are not what the hooks look for.
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+            yield
     finally:
         for handle in handles:
             handle.remove()

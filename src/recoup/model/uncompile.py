@@ -86,24 +86,35 @@ def is_uncompiled(model: nn.Module) -> bool:
 
 
 def uncompile(model: nn.Module) -> None:
-    """Lets all that was compiled run eagerly, until `recompile`."""
-    for module, compiled in list(_compiled(model)):
-        if vars(module).get(_CALL) is compiled:
-            module.__dict__[_HIDDEN] = _Hidden(compiled)
-            module.__dict__[_CALL] = None
-        else:
-            install(module, EagerForward(module))
+    """Lets all that was compiled run eagerly, until `recompile`; or nothing, if an exception leaves it."""
+    done: list[nn.Module] = []
+    try:
+        for module, compiled in list(_compiled(model)):
+            if vars(module).get(_CALL) is compiled:
+                module.__dict__[_HIDDEN] = _Hidden(compiled)
+                module.__dict__[_CALL] = None
+            else:
+                install(module, EagerForward(module))
+            done.append(module)
+    except BaseException:
+        for module in done:
+            _recompile(module)
+        raise
 
 
 def recompile(model: nn.Module) -> None:
     """Brings back what was compiled, after the plan is removed."""
     for module in model.modules():
-        if (call := _hidden(module)) is not None:
-            module.__dict__[_CALL] = call
-        module.__dict__.pop(_HIDDEN, None)
-        forward = vars(module).get("forward")
-        if isinstance(forward, EagerForward):
-            uninstall(module, forward.original)
+        _recompile(module)
+
+
+def _recompile(module: nn.Module) -> None:
+    if (call := _hidden(module)) is not None:
+        module.__dict__[_CALL] = call
+    module.__dict__.pop(_HIDDEN, None)
+    forward = vars(module).get("forward")
+    if isinstance(forward, EagerForward):
+        uninstall(module, forward.original)
 
 
 @contextmanager
