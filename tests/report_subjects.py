@@ -25,6 +25,7 @@ class Made:
     plan: ModelPlan
     audit: Audit = field(default_factory=lambda: Audit(()))
     verification: Verification | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from recoup.engines import ModelPlan, apply, plan
 from recoup.engines.eager import Earlier, planned_model
 from recoup.engines.racing import Candidate, Race, race
 from recoup.engines.real_steps import RealSteps
+from recoup.engines.tried import TriedEngine, tried_in_words
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import (
     BudgetError,
@@ -33,6 +34,7 @@ from recoup.errors import (
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.calls import watch_calls
 from recoup.model.checks import check_model
+from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.optimizers import Optimizers
 from recoup.model.replace_forward import uninstall_plan
 from recoup.model.slices import find_module
@@ -68,17 +70,24 @@ class Fitted:
         plan: what happens to which unit, and what that was predicted to cost.
         audit: what could make a replay unsafe.
         verification: a real step under the plan; ``None`` if that was not asked for.
+        engines: those that ``engine="best"`` tried, with their seconds, or why they have no plan; else empty.
     """
 
     model: nn.Module = field(repr=False)
     plan: ModelPlan
     audit: Audit
     verification: Verification | None
+    engines: tuple[TriedEngine, ...] = ()
 
     @property
     def profile(self) -> Profile:
         """The measured step."""
         return self.plan.profile
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the report says beside the plan's and the verification's own notes, in sentences."""
+        return tried_in_words(self.engines)
 
     def to_html(self, path: str | Path) -> Path:
         """Writes a report into one HTML file that needs nothing else; returns its path."""
@@ -167,6 +176,7 @@ def fit(
         engines = engines_for(engine, model)
         earlier, inner = Earlier(model), unwrapped_model(model)
         buckets = buckets_of(model, expected=ranks.size > 1)
+        settings = settings_to_take_over(model) if "compiled" in engines else ""
         try:
             if engines != ("eager",):
                 uninstall_plan(model)
@@ -184,6 +194,7 @@ def fit(
                 holds_output=holds_output,
                 insist=insist,
                 races=race and verify,
+                settings=settings,
             )
             with unsynchronized([model, *training.reached.modules]):
                 found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
@@ -272,6 +283,7 @@ class _Fitting:
         holds_output: bool | None,
         insist: bool,
         races: bool,
+        settings: str = "",
     ) -> None:
         if holds_output is not None and step.step is not None:
             raise SampleError(
@@ -283,7 +295,7 @@ class _Fitting:
         self.holds_output, self.insist = holds_output, insist
         # Processes that train together have to run the same plan, in the same number of steps.
         self.races = races and num_processes() == 1
-        self.engine = "eager"
+        self.engine, self.settings = "eager", settings
 
     def run_engines(
         self,
@@ -292,31 +304,46 @@ class _Fitting:
         budget_bytes: int,
         *,
         verifies: bool,
-    ) -> tuple[ModelPlan, Audit, Verification | None]:
-        """Fits with each engine; the fastest plan, by real steps where these are run.
+    ) -> tuple[ModelPlan, Audit, Verification | None, tuple[TriedEngine, ...]]:
+        """Fits with each engine; the fastest plan, by real steps where these are run, and what became of the others.
 
         Raises:
             BudgetError: nothing fits, with any engine; it names the smallest budget of all.
         """
         fitted: dict[str, tuple[ModelPlan, Audit, Verification | None]] = {}
-        failed: list[Exception] = []
+        failed: dict[str, Exception] = {}
         for self.engine in engines:
             try:
                 fitted[self.engine] = self.run(units, budget_bytes, verifies=verifies)
             except (BudgetError, VerificationError, torch.OutOfMemoryError) as error:
-                failed.append(error)
-        if not fitted:
-            try:
-                raise min(failed, key=lambda error: getattr(error, "smallest_bytes", sys.maxsize))
-            finally:
-                failed.clear()  # else this frame and the error would hold each other
+                failed[self.engine] = error
+        failures = {engine: str(error) for engine, error in failed.items()}
+        try:
+            if not fitted:
+                raise min(failed.values(), key=lambda error: getattr(error, "smallest_bytes", sys.maxsize))
+        finally:
+            failed.clear()  # else this frame and an error would hold each other
         if len(fitted) == 1 or not verifies:
-            return min(fitted.values(), key=lambda one: one[0].predicted_s)
-        candidates = [Candidate(f"engine={name!r}", found[0]) for name, found in fitted.items()]
-        ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
-        chosen, audit, seen = next(found for found in fitted.values() if found[0] is ran.winner)
-        assert seen is not None, "plans that race are verified"
-        return chosen, audit, replace(seen, race=(*ran.finishers, *seen.race))
+            chosen, audit, seen = min(fitted.values(), key=lambda one: one[0].predicted_s)
+            took_s = {chosen.profile.engine: seen.seconds} if seen else {}
+        else:
+            candidates = [Candidate(f"engine={name!r}", found[0]) for name, found in fitted.items()]
+            ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
+            chosen, audit, seen = next(found for found in fitted.values() if found[0] is ran.winner)
+            assert seen is not None, "plans that race are verified"
+            seen = replace(seen, race=(*ran.finishers, *seen.race))
+            took_s = {candidate.plan.profile.engine: lap.seconds for candidate, lap in ran.laps}
+        tried = [
+            TriedEngine(
+                engine,
+                engine == chosen.profile.engine,
+                fitted[engine][0].predicted_s if engine in fitted else None,
+                took_s.get(engine),
+                failures.get(engine, ""),
+            )
+            for engine in engines
+        ]
+        return chosen, audit, seen, tuple(tried) if len(tried) > 1 else ()
 
     def run(
         self, units: Units | Iterable[Units] | None, budget_bytes: int, *, verifies: bool
@@ -382,7 +409,9 @@ class _Fitting:
 
     def _measure(self, units: Units | Iterable[Units] | None) -> tuple[Measured, Audit]:
         with self.ranks.together():
-            measurement = begin_measurement(self.step, units=units, engine=self.engine)
+            measurement = begin_measurement(
+                self.step, units=units, engine=self.engine, settings=self.settings
+            )
             audit = audit_step(self.step, measurement.units, only=measurement.distinct_calls)
             found = {} if self.insist else audit.unsafe
             unsafe = {name: why for reasons in self.ranks.gathered(found) for name, why in reasons.items()}

@@ -159,8 +159,8 @@ def partitioner_base() -> Any:
     return CustomPartitionerFn
 
 
-def backend_of_generated_code(partitioner: Any) -> Callable[..., Any]:
-    """A backend of `torch.compile` that generates code, cut by ``partitioner``."""
+def backend_of_generated_code(partitioner: Any, settings: dict[str, Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile` that generates code with these settings, cut by ``partitioner``."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -168,9 +168,27 @@ def backend_of_generated_code(partitioner: Any) -> Callable[..., Any]:
         # The second for `keep_order`: whatever it sets is put back.
         reorders = config.reorder_for_peak_memory
         with config.patch(custom_partitioner_fn=partitioner, reorder_for_peak_memory=reorders):
-            return compile_fx(module, inputs)
+            return compile_fx(module, inputs, config_patches=settings)
 
     return compile
+
+
+def compiler_settings(compiled: Any) -> dict[str, Any] | None:
+    """Settings of what `torch.compile` made, where they are not the defaults; ``None`` for another backend.
+
+    Under ``"dynamic"`` is what it was given by that name, which only the context in its functions knows.
+    """
+    from torch._inductor import config
+
+    read = getattr(compiled, "get_compiler_config", None)
+    given = read() if read is not None else None
+    if given is None:
+        return None
+    usual = config.get_config_copy()
+    found = {name: value for name, value in given.items() if name in usual and usual[name] != value}
+    contexts = [cell.cell_contents for cell in getattr(read, "__closure__", None) or ()]
+    dynamic = next((one._dynamic for one in contexts if hasattr(one, "_dynamic")), None)
+    return found if dynamic is None else {**found, "dynamic": dynamic}
 
 
 def keep_order() -> None:

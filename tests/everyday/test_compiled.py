@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import recoup
 from recoup.engines import is_applied
 from recoup.errors import BudgetError, RecoupWarning, SampleError
 from recoup.fitting import engines_for
+from recoup.model.compile_settings import settings_to_take_over
 
 # The compiler looks at the gradients of what it is given.
 pytestmark = pytest.mark.filterwarnings(
@@ -263,6 +265,65 @@ def test_compiled_with_torchs_own_backend() -> None:
     assert list(model.state_dict()) == names
 
 
+class TestSettings:
+    """Of torch.compile: taken over, or left out with a warning."""
+
+    def make(self, **settings: Any) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(64, 16)
+        model.compile(**settings)
+        return model, x
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_taken_over_and_stored_with_the_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[bool] = []
+        from torch._inductor.graph import GraphLowering
+
+        original = GraphLowering.run
+
+        def run(*args: Any) -> Any:
+            seen.append(torch._inductor.config.epilogue_fusion)
+            return original(*args)
+
+        monkeypatch.setattr(GraphLowering, "run", run)
+        model, x = self.make(options={"epilogue_fusion": False, "fx_graph_cache": False}, dynamic=False)
+        profile = recoup.measure(model, x, loss=lambda y: y.square().mean(), engine="compiled")
+        assert len(seen) >= 4
+        assert not any(seen)
+        cuts = {recipe.cut for unit in profile.units for recipe in unit.recipes if recipe.cut is not None}
+        assert {json.loads(cut.settings)["epilogue_fusion"] for cut in cuts} == {False}
+        assert {json.loads(cut.settings)["dynamic"] for cut in cuts} == {False}
+        again = recoup.measuring.Profile.from_json(profile.to_json())
+        assert again == profile
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"mode": "reduce-overhead"}, r"CUDA graphs \(triton.cudagraphs\)"),
+            ({"dynamic": True}, "dynamic=True"),
+            ({"backend": "aot_eager"}, "the backend of the user's"),
+            ({"options": {"joint_custom_pre_pass": len}}, "joint_custom_pre_pass, which is no plain value"),
+        ],
+    )
+    def test_left_out_with_a_warning(self, settings: dict[str, Any], reason: str) -> None:
+        model, _ = self.make(**settings)
+        with pytest.warns(RecoupWarning, match=f"torch.compile was given, units do without: {reason}"):
+            assert settings_to_take_over(model) == ""
+
+    def test_of_modules_that_differ(self) -> None:
+        model = nn.Sequential(*(Residual() for _ in range(4)))
+        for number, block in enumerate(model):
+            block.compile(options={"epilogue_fusion": number == 2})
+        with pytest.warns(RecoupWarning, match="differ between modules"):
+            assert settings_to_take_over(model) == ""
+
+    def test_defaults_and_what_is_not_compiled(self) -> None:
+        model, _ = self.make()
+        assert settings_to_take_over(model) == settings_to_take_over(nn.Sequential(nn.Linear(2, 2))) == ""
+        model, _ = self.make(mode="max-autotune-no-cudagraphs")
+        assert json.loads(settings_to_take_over(model))["max_autotune"] is True
+
+
 def test_the_best_engine_of_a_model_compiled_otherwise() -> None:
     model = in_place(Classifier(num_blocks=2), Graphs())
     assert engines_for("best", model) == ("captured", "compiled")
@@ -286,6 +347,20 @@ def test_the_best_engine_is_raced() -> None:
     assert {"engine='eager'", "engine='captured'", "engine='compiled'"} <= names
     kept = next(one.name for one in fitted.verification.race if one.is_kept)
     assert kept == f"engine={fitted.profile.engine!r}"
+    assert [one.engine for one in fitted.engines] == ["eager", "captured", "compiled"]
+    raced = {one.name: one.seconds for one in fitted.verification.race if one.name in names}
+    for one in fitted.engines:
+        assert one.seconds == raced[f"engine={one.engine!r}"]
+        assert one.is_kept == (one.engine == fitted.profile.engine)
+        assert one.failure == ""
+    recoup.remove(model)
+
+    fitted = fit("105KiB")  # of generated code only
+    assert [bool(one.failure) for one in fitted.engines] == [True, True, False]
+    assert fitted.engines[2].seconds == fitted.verification.seconds
+    text = " ".join(str(fitted).split())
+    for engine in ("eager", "captured"):
+        assert f"engine='{engine}' was tried, and has no plan: Sequential does not fit 105 KiB" in text
     recoup.remove(model)
     with pytest.raises(BudgetError) as caught:
         fit("90KiB")

@@ -17,6 +17,7 @@ class Cut:
         saves: the operations whose results are kept. ``None`` if the engine's own choice is: all that the backward
             reads where operations run as captured, and torch's own cut where code is generated.
         number: among the cuts of the graph; the engine's own is 0.
+        settings: of the compiler, where they are not its defaults, as JSON.
         draws: whether the graph draws random numbers, which its digest says already.
 
     >>> Cut("captured", "a1b2", ("addmm", "gelu"), number=1).name
@@ -27,6 +28,7 @@ class Cut:
     graph: str
     saves: tuple[str, ...] | None = None
     number: int = 0
+    settings: str = ""
     draws: bool = field(default=False, compare=False)
 
     @property

@@ -22,7 +22,9 @@ _BY_THEMSELVES = ("mm", "conv", "attention", "attn", "sort", "scatter", "index",
 """Parts of the names of operations that generated code does not fuse with others."""
 
 
-def cuts_of(graph: UnitGraph, engine: str, seconds_of: Callable[[Node], float]) -> list[Cut]:
+def cuts_of(
+    graph: UnitGraph, engine: str, seconds_of: Callable[[Node], float], settings: str = ""
+) -> list[Cut]:
     """The engine's own cut, then corners of the frontier, from the most bytes to the fewest."""
 
     def price(node: Node) -> float:
@@ -31,7 +33,7 @@ def cuts_of(graph: UnitGraph, engine: str, seconds_of: Callable[[Node], float]) 
         return share * seconds
 
     frontier = hold_frontier(graph.to_planner(price))
-    own = Cut(engine, graph.digest, draws=graph.draws)
+    own = Cut(engine, graph.digest, settings=settings, draws=graph.draws)
     # The first corner recomputes nothing that takes time, as the engine's own cut does.
     corners = _spread(frontier.points, _MOST_CUTS)[1:]
     held = [graph.names(frontier.held(index)) for index in corners]

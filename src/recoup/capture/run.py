@@ -8,8 +8,10 @@ NOTE [ One function for each cut ]
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import FunctionType
@@ -61,7 +63,11 @@ def _template(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs:
 
 
 def capture(
-    engine: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    engine: str,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: str = "",
 ) -> UnitGraph:
     """The joint graph of a unit's forward and backward for some arguments.
 
@@ -71,9 +77,10 @@ def capture(
         CaptureError: the compiler cannot capture the forward in one graph.
     """
     found: list[UnitGraph] = []
+    cut = Cut(engine, "", settings=settings)
 
     def see(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
-        own = partial(partition, Cut(engine, ""), joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+        own = partial(partition, cut, joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
         if found:  # compiled again, for another shape
             return own()
         if (node := sized_by_values(joint.graph)) is not None:
@@ -85,7 +92,7 @@ def capture(
         graph.own_saves = graph.saved_by(parts[0], num_fwd_outputs)
         return parts
 
-    run = _compiled(Cut(engine, ""), see)
+    run = _compiled(cut, see)
     function, module = _unbound(forward)
     try:
         with graphs_uncached():
@@ -95,7 +102,7 @@ def capture(
     if not found:
         raise CaptureError("nothing in it needs a gradient")
     graph = _graphs[engine, found[0].digest] = found[0]
-    _functions.setdefault((function, Cut(engine, graph.digest)), run)
+    _functions.setdefault((function, replace(cut, graph=graph.digest)), run)
     return graph
 
 
@@ -158,13 +165,15 @@ def _compiled(cut: Cut, partition: Callable[..., Any]) -> Callable[..., Any]:
     # By its name the compiler knows in which shapes a function was called before, to make those that vary symbolic.
     code = _template.__code__.replace(co_name=f"unit_{next(_numbers)}")
     function = FunctionType(code, _template.__globals__, code.co_name)
+    settings = json.loads(cut.settings or "{}")
+    dynamic = settings.pop("dynamic", None)
     if cut.engine == "compiled":
         from recoup.capture.partitioner import Partitioner
 
-        backend = backend_of_generated_code(Partitioner(partition, cut.saves))
+        backend = backend_of_generated_code(Partitioner(partition, cut.saves), settings)
     else:
         backend = backend_of_operations(partition)
-    return torch.compile(function, backend=backend, fullgraph=True)
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def _unbound(forward: Any) -> tuple[Callable[..., Any], Any]:

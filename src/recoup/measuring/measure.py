@@ -26,6 +26,7 @@ from recoup.measuring.unit.captured import captured_recipes
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
 from recoup.measuring.unit.pace import USUAL_PACE, Pace, find_pace, time_plain_step
 from recoup.measuring.unit.recipes import Effort, large_behaviours, useful_recipes
+from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.conditions import recording
 from recoup.model.optimizers import Optimizers
 from recoup.model.recipe import KEEP, InnerForward, Recipe
@@ -108,9 +109,10 @@ def measure(
     if engine != "eager":
         if hardware is not None:
             raise SampleError(f"engine={engine!r} is measured, not estimated: leave hardware= out.")
+        settings = settings_to_take_over(model) if engine == "compiled" else ""
         with suspended(model), uncompiled(model):
             training = TrainingStep(inner_model(model), sample, loss=loss, step=step, optimizer=optimizer)
-            measurement = begin_measurement(training, units=units, engine=engine)
+            measurement = begin_measurement(training, units=units, engine=engine, settings=settings)
             return measure_step(measurement, accumulates=accumulates, unsafe=unsafe or {}).profile(
                 holds_output
             )
@@ -130,13 +132,16 @@ def measure(
 
 
 def begin_measurement(
-    step: TrainingStep, *, units: Units | Iterable[Units] | None, engine: str = "eager"
+    step: TrainingStep, *, units: Units | Iterable[Units] | None, engine: str = "eager", settings: str = ""
 ) -> Measurement:
-    """The first passes of `measure`: finds the units, and what passes between their calls."""
+    """The first passes of `measure`: finds the units, and what passes between their calls.
+
+    Generated code is compiled with these settings, as a `Cut` has them.
+    """
     meter = make_meter(device_of(step.model, step.given))
     with step.plain():
         cost = joint_cost(map(optimizer_cost, step.optimizers))
-        return Measurement(step, cost, meter, units, engine)
+        return Measurement(step, cost, meter, units, engine, settings)
 
 
 def measure_step(measurement: Measurement, *, accumulates: bool, unsafe: Mapping[str, str]) -> Measured:
@@ -182,8 +187,10 @@ class Measurement:
         meter: Meter,
         wanted: Units | Iterable[Units] | None,
         engine: str = "eager",
+        settings: str = "",
     ) -> None:
-        self.step, self.optimizer, self.meter, self.engine = step, optimizer, meter, engine
+        self.step, self.optimizer, self.meter = step, optimizer, meter
+        self.engine, self.settings = engine, settings
         _progress(0)
         self.passes = Passes(step, meter, wanted)
         self.allocated_bytes = meter.begin() if meter.sees_residents else 0
@@ -258,7 +265,9 @@ class Measurement:
 
         def see(call: UnitCall) -> list[Recipe] | str:
             try:
-                return captured_recipes(call, self.engine, seconds, self.calls[call.index].wanted)
+                return captured_recipes(
+                    call, self.engine, seconds, self.calls[call.index].wanted, self.settings
+                )
             except CaptureError as error:
                 return str(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from recoup.auditing.findings import Audit
@@ -25,3 +26,7 @@ class Subject(Protocol):
     @property
     def verification(self) -> Verification | None:
         """A real step under the plan."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What else is to be said, in sentences."""

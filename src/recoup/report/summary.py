@@ -24,6 +24,7 @@ class Summary:
 
     plan: ModelPlan
     seen: Verification | None
+    further: Sequence[str] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -71,7 +72,7 @@ class Summary:
     def notes(self) -> list[str]:
         """What is to be known about the figures, in sentences."""
         seen = (*self.seen.notes, *_raced(self.seen.race)) if self.seen else ()
-        return list(dict.fromkeys([*self.plan.notes, *seen]))
+        return list(dict.fromkeys([*self.plan.notes, *seen, *self.further]))
 
 
 def _raced(race: Sequence[Finisher]) -> list[str]:
@@ -88,4 +89,4 @@ def _raced(race: Sequence[Finisher]) -> list[str]:
 
 def summarize(subject: Subject) -> Summary:
     """What there is to say about a fitted model."""
-    return Summary(subject.plan, subject.verification)
+    return Summary(subject.plan, subject.verification, subject.notes)

@@ -18,7 +18,11 @@ __all__ = ["captured_recipes"]
 
 
 def captured_recipes(
-    call: UnitCall, engine: str, seconds_of: Callable[[Node], float], wanted: Sequence[bool] | None
+    call: UnitCall,
+    engine: str,
+    seconds_of: Callable[[Node], float],
+    wanted: Sequence[bool] | None,
+    settings: str = "",
 ) -> list[Recipe]:
     """The cuts that are worth measuring, and the first of them recomputed as a whole.
 
@@ -29,13 +33,14 @@ def captured_recipes(
         engine: ``"captured"`` or ``"compiled"``.
         seconds_of: an operation's seconds.
         wanted: for each tensor among its outputs, whether the step gives it a gradient.
+        settings: of the compiler, as a `Cut` has them.
 
     Raises:
         CaptureError: the compiler cannot capture the unit, or not without a change of what gets a gradient.
     """
     args, kwargs, _ = call.fresh()
-    graph = capture(engine, unwrapped(call.fn), args, kwargs)
-    recipes = [Recipe(cut=cut) for cut in cuts_of(graph, engine, seconds_of)]
+    graph = capture(engine, unwrapped(call.fn), args, kwargs, settings)
+    recipes = [Recipe(cut=cut) for cut in cuts_of(graph, engine, seconds_of, settings)]
     if new := _with_gradient(call, recipes[0], wanted) - _with_gradient(call, KEEP, wanted):
         raise CaptureError(
             f"{min(new)} gets no gradient in the step, and would get zeros, which optimizers treat otherwise"
