@@ -41,14 +41,25 @@ class Convolutions(nn.Module):
         return F.silu(self.second(F.silu(self.norm(self.first(x)))))
 
 
+class Normalized(Convolutions):
+    """With buffers, of which replays have copies."""
+
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__(given, made)
+        self.norm, self.last = nn.BatchNorm2d(made), nn.BatchNorm2d(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.last(self.second(F.relu(self.norm(self.first(x))))))
+
+
 class UNet(nn.Module):
     """With skips from the way down to the way up."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: type[Convolutions] = Convolutions) -> None:
         super().__init__()
-        self.down = nn.ModuleList([Convolutions(2, 4), Convolutions(4, 8)])
-        self.middle = Convolutions(8, 8)
-        self.up = nn.ModuleList([Convolutions(16, 4), Convolutions(8, 2)])
+        self.down = nn.ModuleList([block(2, 4), block(4, 8)])
+        self.middle = block(8, 8)
+        self.up = nn.ModuleList([block(16, 4), block(8, 2)])
 
     def forward(self, x: Tensor) -> Tensor:
         skips = []
@@ -138,6 +149,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "GPT": lambda: (GPT(plainly), GPT.sample()),
     "ResNet with BatchNorm": lambda: (ResNet(plainly), ResNet.sample()),
     "U-Net": lambda: (UNet(), (torch.randn(2, 2, 8, 8),)),
+    "U-Net with BatchNorm": lambda: (UNet(Normalized), (torch.randn(2, 2, 8, 8),)),
     "encoder-decoder": lambda: (EncoderDecoder(), (torch.randn(2, 5, 8), torch.randn(2, 4, 8))),
     "mixture of experts": lambda: (Dense(), (torch.randn(20, 8),)),
     "GPT-2": gpt2,

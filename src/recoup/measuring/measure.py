@@ -247,7 +247,8 @@ class Measurement:
             for index, seen in enumerate(calls)
             if seen.name in unsafe or _cannot_replay(recipes[seen.cost_key], sizes[seen.cost_key])
         )
-        costs = StepCosts(self.structure, options, code_s, residents, accumulates, once)
+        copied_bytes = tuple(_copied_bytes(sizes[seen.cost_key]) for seen in calls)
+        costs = StepCosts(self.structure, options, code_s, residents, accumulates, once, copied_bytes)
         conditions = recorder.conditions
         if conditions is not None:
             conditions = replace(conditions, stale_gradients=self.structure.has_stale)
@@ -418,6 +419,11 @@ def _timed_indices(calls: Sequence[SeenCall], first: Mapping[_Kind, int]) -> dic
         kind: timed.setdefault((calls[index].behaviour, calls[index].wanted), index)
         for kind, index in first.items()
     }
+
+
+def _copied_bytes(sizes: Mapping[Recipe, CallBytes]) -> int:
+    """What a replay of the whole unit leaves."""
+    return min((size.held_bytes for recipe, size in sizes.items() if recipe.whole), default=0)
 
 
 def _cannot_replay(tried: Iterable[Recipe], found: Iterable[Recipe]) -> bool:

@@ -40,6 +40,8 @@ class StepCosts:
         residents: what lives all the time.
         accumulates: whether gradients are there when a step begins.
         once: the calls that cannot be replayed, not even as part of a segment.
+        copied_bytes: for each call, what a replay of the whole of it leaves in copies of buffers; empty if not known.
+            Options that are not worth planning with do not say it.
         holds_output: whether the caller holds the model's output through the backward.
     """
 
@@ -49,6 +51,7 @@ class StepCosts:
     residents: Residents
     accumulates: bool
     once: frozenset[int] = frozenset()
+    copied_bytes: tuple[int, ...] = ()
     holds_output: bool = True
 
     @property

@@ -188,6 +188,8 @@ def _copies(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
             continue
         options = costs.options[position.call]
         held = {option.recipe: option.bytes.held_bytes for option in options if option.recipe.whole}
+        if not held and costs.copied_bytes:
+            held = {RECOMPUTE: costs.copied_bytes[position.call]}
         left = [_copied_bytes(option, held) for option in options]
         least_bytes = min(left)
         made = Use(Phase.FORWARD, index, (SWEPT,))
