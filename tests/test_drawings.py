@@ -75,8 +75,14 @@ def test_the_frontier_shows_its_results(scripts: dict[str, ModuleType]) -> None:
             wanted[match[1]] = (float(match[2]), float(match[3]))
         elif match := re.match(r"\| ([\d.]+) \| [^|]+ \| [^|]* \| ([\d.]+) \(([\d.]+)\) \|", line):
             wanted[f"recoup.fit at {match[1]} GiB"] = (float(match[2]), float(match[3]))
+    compiled = scripts["draw_frontier"].newest_results("compiled").read_text(encoding="utf-8")
+    for line in compiled.partition("\n## Compiled\n")[2].splitlines():
+        figures = r"([\d.]+) \(([\d.]+)\)"
+        if match := re.match(rf"\| ([\d.]+) \| ([^|]+) \| {figures} \| {figures} \|", line):
+            wanted[f"{match[2]}, at {match[1]} GiB"] = (float(match[3]), float(match[4]))
+            wanted[f"compiled recoup.fit at {match[1]} GiB"] = (float(match[5]), float(match[6]))
     assert {name: point[:2] for name, point in shown.items()} == wanted
-    assert len(wanted) >= 20
+    assert len(wanted) >= 20 + 16
     # Places are to one decimal: two points give the scale, all others must lie on it.
     for figure, place in ((0, 3), (1, 2)):
         points = sorted((point[figure], point[place]) for point in shown.values())

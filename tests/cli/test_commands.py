@@ -18,6 +18,7 @@ from recoup.batching import largest_batch
 from recoup.cli import main
 from recoup.cli.factory import load_factory
 from recoup.engines import ModelPlan
+from recoup.errors import SampleError
 from recoup.measuring import Profile, find_hardware, measure
 from recoup.planning.additive_numbers import additive
 from recoup.sizes import format_bytes
@@ -82,6 +83,21 @@ def test_fit_uses_its_options(capsys: Captured) -> None:
     assert profile.residents.optimizer_bytes == 2 * profile.residents.parameter_bytes + 16 * 4
     assert run(f"{line} --quiet") == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_fit_passes_engine_and_race_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def fit(*args: Any, engine: str, race: bool, **more: Any) -> Any:
+        seen.append((engine, race))
+        raise SampleError("no sample")
+
+    monkeypatch.setattr(recoup.fitting, "fit", fit)
+    assert run("fit factories:make --budget 1MB") == 2
+    assert run("fit factories:make --budget 1MB --engine captured --no-race") == 2
+    assert seen == [("auto", True), ("captured", False)]
+    with pytest.raises(SystemExit, match="2"):
+        run("fit factories:make --budget 1MB --engine jit")
 
 
 def test_a_budget_that_is_too_small_names_the_smallest(capsys: Captured) -> None:

@@ -19,7 +19,7 @@ ALWAYS = ["--debug", "--help", "--quiet", "-h"]
 OPTIONS = {
     "audit": ["--batch", "--units"],
     "demo": [],
-    "fit": ["--budget", "--html", "--json", "--no-verify", *FACTORY],
+    "fit": ["--budget", "--engine", "--html", "--json", "--no-race", "--no-verify", *FACTORY],
     "frontier": ["--budget", "--hardware", "--json", "--most", "--points", "--ranks", *FACTORY],
     "hardware": ["--json"],
     "measure": ["--hardware", "--json", "--ranks", *FACTORY],

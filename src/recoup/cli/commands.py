@@ -34,6 +34,8 @@ def fit(options: Namespace) -> None:
             units=options.units,
             accumulates=options.accumulates,
             verify=not options.no_verify,
+            race=not options.no_race,
+            engine=options.engine,
         )
     _say(options, fitted)
     _write(options, options.html, fitted.to_html, "Report")

@@ -74,6 +74,16 @@ def _add_fit(command: argparse.ArgumentParser) -> None:
         help="bytes for the whole step: 8GiB, 80%% of the device, or auto",
     )
     command.add_argument("--no-verify", action="store_true", help="do not run a real step under the plan")
+    command.add_argument(
+        "--no-race", action="store_true", help="do not time the plan against others on real steps"
+    )
+    command.add_argument(
+        "--engine",
+        choices=("auto", "eager", "captured", "compiled", "best"),
+        default="auto",
+        help="how units run: eager, as captured graphs, as generated code, or the fastest of these (best);"
+        " auto, which is the default, takes generated code for compiled models and else eager",
+    )
     command.add_argument("--html", type=_output, metavar="FILE", help="write the report")
     _add_json(command, "write the plan, which recoup.engines.ModelPlan.from_json reads")
 
