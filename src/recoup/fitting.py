@@ -21,7 +21,7 @@ from recoup.engines import ModelPlan, apply, plan
 from recoup.engines.eager import Earlier, planned_model
 from recoup.engines.racing import Candidate, Race, race
 from recoup.engines.real_steps import RealSteps
-from recoup.engines.tried import TriedEngine, tried_in_words
+from recoup.engines.tried import TriedEngine, most_gain_in_words, tried_in_words
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import (
     BudgetError,
@@ -87,7 +87,9 @@ class Fitted:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the report says beside the plan's and the verification's own notes, in sentences."""
-        return tried_in_words(self.engines)
+        if self.engines:
+            return tried_in_words(self.engines)
+        return most_gain_in_words(self.plan, self.verification)
 
     def to_html(self, path: str | Path) -> Path:
         """Writes a report into one HTML file that needs nothing else; returns its path."""
