@@ -69,6 +69,6 @@ def most_gain_in_words(plan: ModelPlan, seen: Verification | None) -> tuple[str,
     if share < _WORTH:
         return ()
     return (
-        f"engine='captured', which decides about single operations, can save at most the {100 * share:.0f} % of this step that"
-        " recomputing takes; what it and generated code do save, engine='best' measures.",
+        f"engine='captured', which decides about single operations, can save at most the {100 * share:.0f} % of this"
+        " step that recomputing takes; what it and generated code do save, engine='best' measures.",
     )
