@@ -68,12 +68,12 @@ def at(module: nn.Module, cut: Cut) -> Callable[..., Any]:
     return lambda *args, **kwargs: run_cut(cut, module.forward, args, kwargs)
 
 
-def cuts(graph: UnitGraph, *, each: bool) -> Iterator[Cut]:
+def cuts(graph: UnitGraph, *, each: bool, engine: str = "captured") -> Iterator[Cut]:
     """The engine's own cut, all results, none, every other one; or each result by itself."""
     names = tuple(node.name for node in graph.makers if node.op != "placeholder")
     some = [(name,) for name in names] if each else [names[::2], names[1::2]]
     for saves in (None, names, (), *some):
-        yield Cut("captured", graph.digest, saves)
+        yield Cut(engine, graph.digest, saves)
 
 
 def step(

@@ -15,8 +15,8 @@ from typing import Any
 import networkx
 import pytest
 import torch
-from capture.blocks import Attention, FeedForward, StochasticDepth, TwoDropouts, Unit
-from capture.cuts import Operations, assert_equal, at, captured, held_bytes, recomputed, step
+from capture.blocks import RANDOM, Attention, FeedForward, RandnLike, StochasticDepth, TwoDropouts, Unit
+from capture.cuts import Operations, assert_equal, at, captured, cuts, held_bytes, recomputed, step
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -279,8 +279,8 @@ class Tiny(Unit):
 class TestCompiled:
     """Generated code takes seconds to compile: a handful of cases."""
 
-    @pytest.mark.parametrize("kind", [Tiny, TwoDropouts, StochasticDepth])
-    def test_every_cut_is_bit_equal_to_the_engine_s_own(self, kind: Any) -> None:
+    @pytest.mark.parametrize("kind", [Tiny, TwoDropouts, StochasticDepth, RandnLike, Attention])
+    def test_cuts_are_bit_equal_to_the_engine_s_own(self, kind: Any) -> None:
         module = kind()
         given = module.given()
         graph = captured(module, given, "compiled")
@@ -289,6 +289,17 @@ class TestCompiled:
         names = tuple(node.name for node in graph.makers if node.op != "placeholder")
         for saves in ((), names):
             cut = Cut("compiled", graph.digest, saves)
+            assert_equal(step(module, at(module, cut), given), expected, cut)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", RANDOM)
+    def test_every_cut_is_bit_equal_to_the_engine_s_own(self, kind: Any) -> None:
+        module = kind()
+        given = module.given()
+        graph = captured(module, given, "compiled")
+        own, *others = cuts(graph, each=True, engine="compiled")
+        expected = step(module, at(module, own), given)
+        for cut in others:
             assert_equal(step(module, at(module, cut), given), expected, cut)
 
     def test_close_to_eager_and_generated(self) -> None:

@@ -1,0 +1,58 @@
+"""Real models on generated code: the budget holds, and gradients are those of the same code with everything kept."""
+
+from __future__ import annotations
+
+import pytest
+from engines.captured_models import MODELS, SLACK, assert_equal, cuts_in, run
+from real_steps import real_peak_bytes
+from torch import Tensor
+
+import recoup
+from recoup.engines.eager import kept
+
+pytestmark = [
+    # The compiler looks at the gradients of what it is given.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning"),
+    # Its code generator imports what torch itself calls deprecated.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning"),
+]
+
+AS_KEPT = "bit-equal to the compiled step with everything kept, relative error against eager up to "
+
+
+@pytest.mark.slow  # every cut of every kind of unit is compiled: a minute for a decoder, several for a U-Net
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "ViT", "U-Net"])
+def test_a_fit_to_a_budget_midway(name: str) -> None:
+    model, sample = MODELS[name]()
+    profile = recoup.measure(model, sample, engine="compiled")
+    budget_bytes = (recoup.minimum_budget(profile) + profile.plain_bytes) // 2
+    fitted = recoup.fit(model, sample, budget=budget_bytes, engine="compiled", race=False)
+    assert fitted.profile.is_captured
+    assert not any(unit.uncaptured for unit in fitted.profile.units)
+    assert any("compiled, cut" in cut for cut in cuts_in(fitted.plan))
+    seen = fitted.verification
+    assert seen is not None
+    assert seen.gradients.startswith(AS_KEPT)
+    assert seen.drifting == ()
+    assert seen.peak_bytes <= fitted.plan.predicted_bytes <= budget_bytes < fitted.profile.plain_bytes
+    peak_bytes = fitted.profile.problem.resident_bytes + real_peak_bytes(model, sample)
+    assert peak_bytes == seen.peak_bytes >= fitted.plan.predicted_bytes - SLACK.get(name, 0)
+    ours = run(model, sample)
+    with kept(model, fitted.profile):
+        assert_equal(ours, run(model, sample))
+    eager = run(recoup.remove(model), sample)
+    error = seen.gradients.removeprefix(AS_KEPT)
+    if name == "GPT-2":  # it has dropout
+        assert error.endswith(" (it draws other random numbers)")
+    else:
+        assert error == f"{largest_error(ours, eager):.2g}"
+
+
+def largest_error(ours: dict[str, Tensor | None], eager: dict[str, Tensor | None]) -> float:
+    """Of a parameter's gradient, as a share of its norm."""
+    pairs = [(ours[name], value) for name, value in eager.items() if name.startswith("gradient")]
+    return max(
+        float((found.double() - value.double()).norm() / value.double().norm())
+        for found, value in pairs
+        if found is not None and value is not None
+    )
