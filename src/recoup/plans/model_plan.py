@@ -10,12 +10,9 @@ from itertools import groupby
 from recoup import planning
 from recoup.budgets import read_share
 from recoup.model.recipe import Recipe
-from recoup.planning.plan import Session
-from recoup.planning.solvers.bounds import relaxed_bound
-from recoup.planning.solvers.chain import ChainSolver
-from recoup.planning.solvers.select import SelectSolver
 from recoup.plans.profile import Profile
 from recoup.plans.refusal import refusal
+from recoup.plans.tightest import session_of
 from recoup.plans.tree import Item, Leaf, Segment, tree_of
 from recoup.plans.usable_bytes import smallest_budget, usable_bytes
 from recoup.sizes import format_bytes
@@ -30,10 +27,6 @@ __all__ = [
     "tightest",
 ]
 
-_MANY_UNITS = 120
-"""With more units `select` is asked too: `chain` rounds bytes more coarsely there. By `chain` alone, made-up steps took
-longer by at most 0.01 % up to 120 units, by up to 1.07 % at 140 and by up to 1.50 % from 160 to 300 units:
-benchmarks/results/planning_select_chain_cpu-x86_64_202611.md."""
 _NOTED_SHARE = 0.01
 """An output that takes less of the peak than this is not worth a sentence."""
 
@@ -212,7 +205,7 @@ def plan_with_less(
     if floor > budget_bytes:
         raise refusal(tightest(profile), budget_bytes)
     most_bytes = usable_bytes(budget_bytes, profile)
-    session = _session(profile.problem)
+    session = session_of(profile.problem)
     smallest_bytes = max(session.smallest_bytes, floor)
     # Measured seconds may lead below the smallest budget, which is known without them.
     if most_bytes < smallest_bytes:
@@ -226,12 +219,6 @@ def plan_with_less(
     return chosen, ModelPlan(profile, session.plan(usable_bytes(less_bytes, profile)), budget_bytes)
 
 
-def _session(problem: planning.Problem) -> Session:
-    """With the solvers whose plans an eager model can run: options per unit, and (nested) segments."""
-    solvers = (ChainSolver(), SelectSolver()) if problem.num_units > _MANY_UNITS else (ChainSolver(),)
-    return Session(problem, solvers=solvers)
-
-
 def minimum_budget(profile: Profile) -> int:
     """The smallest budget in bytes for which `plan` finds a plan; `frontier` begins there.
 
@@ -242,27 +229,7 @@ def minimum_budget(profile: Profile) -> int:
 
 def tightest(profile: Profile) -> ModelPlan:
     """The plan that needs the least memory, as predicted; the same one whatever the seconds of the day."""
-    steady = replace(profile, problem=_with_steady_seconds(profile))
-    session = _session(steady.problem)
-    best = session.plan(session.smallest_bytes)
-    bound = relaxed_bound(profile.problem, best.budget_bytes)
-    predicted = planning.simulate(profile.problem, best.schedule)
-    found = replace(best, problem=profile.problem, bound=bound, predicted=predicted)
-    return ModelPlan(profile, found, best.budget_bytes)
-
-
-def _with_steady_seconds(profile: Profile) -> planning.Problem:
-    """The problem with the number of forwards in the place of seconds, so that equal plans are told apart by that."""
-    units = []
-    for unit, profiled in zip(profile.problem.units, profile.units, strict=True):
-        options = [
-            replace(
-                option, forward_s=1.0, backward_s=1.0 + recipe.whole + 0.1 * len(recipe.inner), again_s=0.0
-            )
-            for option, recipe in zip(unit.options, profiled.recipes, strict=True)
-        ]
-        units.append(replace(unit, options=tuple(options)))
-    return replace(profile.problem, units=tuple(units))
+    return ModelPlan(profile, profile.tightest, profile.tightest.budget_bytes)
 
 
 def frontier(
@@ -276,7 +243,7 @@ def frontier(
         budgets: where to look, instead of spread over the useful range.
     """
     given = None if budgets is None else [read_share(budget, profile.device_bytes) for budget in budgets]
-    session = _session(profile.problem)
+    session = session_of(profile.problem)
     found = [
         ModelPlan(profile, point, point.budget_bytes)
         for point in session.frontier(num_points=num_points, budgets=given)

@@ -7,7 +7,8 @@ from functools import cached_property
 
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import Recipe
-from recoup.planning import Backward, Forward, Keep, Problem, Schedule, Simulation, simulate
+from recoup.planning import Backward, Forward, Keep, Plan, Problem, Schedule, Simulation, simulate
+from recoup.plans.tightest import tightest_plan
 from recoup.sizes import format_bytes
 
 __all__ = ["Profile", "ProfiledUnit", "Residents"]
@@ -122,6 +123,11 @@ class Profile:
     def plain(self) -> Simulation:
         """What that step takes."""
         return simulate(self.problem, self.plain_schedule)
+
+    @cached_property
+    def tightest(self) -> Plan:
+        """The plan that needs the least memory. A refusal asks for it several times, and it takes long to find."""
+        return tightest_plan(self.problem, [unit.recipes for unit in self.units])
 
     @property
     def is_captured(self) -> bool:
