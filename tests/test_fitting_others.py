@@ -115,7 +115,7 @@ class Decoder(nn.Module):
     def __init__(self, *, routes: bool) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(65, 48), nn.Embedding(64, 48)
-        self.blocks = nn.ModuleList(Block(48, 64, routes=routes) for _ in range(5))
+        self.blocks = nn.ModuleList(Block(48, 64, routes=routes) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(48), nn.Linear(48, 65, bias=False)
         self.head.weight = self.tokens.weight
 
@@ -198,7 +198,7 @@ def test_models_as_others_write_them(name: str) -> None:
     low, high = recoup.minimum_budget(profile), profile.plain_bytes
     for share in (1.0, 0.8, 0.5, 0.01):
         budget = low + int(share * (high - low)) + 1
-        fitted = recoup.fit(model, sample, budget=budget, loss=loss, optimizer=optimizer)
+        fitted = recoup.fit(model, sample, budget=budget, loss=loss, optimizer=optimizer, race=share == 0.5)
         seen = fitted.verification
         assert seen is not None
         assert seen.gradients == "bit-equal"
