@@ -29,7 +29,7 @@ ALLOWED = {
     "budgets": {"devices", "tensors"},
     "snapshot": {"tensors"},
     "checkpointing": {"snapshot", "tensors"},
-    "capture": {"devices", "planning", "tensors"},
+    "capture": {"checkpointing", "devices", "planning", "tensors"},
     "model": {"capture", "checkpointing", "devices", "ranks", "snapshot", "tensors"},
     "plans": {"budgets", "model", "planning", "ranks"},
     "measuring": {

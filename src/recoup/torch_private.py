@@ -53,9 +53,17 @@ WithoutTransforms = torch._C._DisableFuncTorch
 without_modes = torch.utils._python_dispatch._disable_current_modes
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
+# What a mode is shown, unless an operation takes functions.
+OpOverload = torch._ops.OpOverload
+
 
 class WatchingMode(TorchDispatchMode):
-    """A mode that only watches operations: compiled code runs as compiled under it, and not eagerly."""
+    """A mode that only watches operations: compiled code runs as compiled under it, and not eagerly.
+
+    Operations that take functions, such as flex attention, are shown to it too: by default they would fail.
+    """
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

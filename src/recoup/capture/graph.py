@@ -6,6 +6,9 @@ NOTE [ What is a value, and what an operation ]
     3. Arguments and parameters live anyway, and so do the unit's outputs, which its caller has.
     4. An operation that draws random numbers is never run again: its results are kept. A dropout counts as two
        operations: one draws the mask, and the other makes the result from it, which can be made again.
+    5. An operation that decides (top-k indices, a comparison of floating-point values), or that the user keeps, is not
+       run again either. Of decisions only those that are small beside the unit's outputs: see NOTE [ Decisions are
+       kept, values are recomputed ].
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from recoup.checkpointing.deciding_operations import ALWAYS_KEPT_BYTES, KEEP, SHARE, decides
 from recoup.planning.graphs import Operation, OpGraph, evaluate_held
+from recoup.tensors import tensors_in
+from recoup.torch_private import OpOverload
 
 __all__ = [
     "DROPOUT",
@@ -175,6 +181,7 @@ class _Reader:
         nodes, operations = [], []
         views: dict[Node, int] = {}
         needed: set[int] = set()
+        most_bytes = max(ALWAYS_KEPT_BYTES, self._output_bytes() // SHARE)
         for node in self.graph.nodes:
             if node.op == "placeholder" and node not in later:
                 self._values(node)
@@ -191,7 +198,8 @@ class _Reader:
                     operations.append(Operation(0.0, (*sorted(inputs), mask), (made_of_it,)))
                 elif made and node.target is not operator.getitem:
                     nodes.append(node)
-                    operations.append(Operation(0.0, tuple(sorted(inputs)), made, not is_random(node)))
+                    is_replayable = not is_random(node) and not self._is_kept(node, most_bytes)
+                    operations.append(Operation(0.0, tuple(sorted(inputs)), made, is_replayable))
                 elif len(values := set(self._values(node))) == 1 and self.makers[min(values)] is not node:
                     views[node] = min(values)
             elif node.op != "output":
@@ -209,6 +217,18 @@ class _Reader:
             tuple(sorted(resident)),
             views,
         )
+
+    def _output_bytes(self) -> int:
+        return sum(_known_bytes(tensor.nbytes) for node in self.outputs for _, tensor in _tensors_of(node))
+
+    def _is_kept(self, node: Node, most_bytes: int) -> bool:
+        """Whether an operation decides, or its result is kept by the user."""
+        given = [tensor for read in node.all_input_nodes for tensor in tensors_in(read.meta.get("val"))]
+        result = node.meta.get("val")
+        if not isinstance(node.target, OpOverload) or not decides(node.target, given, result):
+            return False
+        decided = tensors_in(result)
+        return node.target is KEEP or sum(_known_bytes(tensor.nbytes) for tensor in decided) <= most_bytes
 
     def _values(self, node: Node) -> list[int]:
         """The values of a node's result, numbered when first met."""

@@ -36,7 +36,7 @@ def partition(
     if cut.engine == "compiled" and graph.draws:
         keep_order()
     if cut.saves is None:
-        _keep_random(graph)
+        _keep_what_runs_once(graph)
         return split(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
     kept, again = graph.recomputed(cut.saves)
     dropped = {node for node in again if _is_of_dropout(node)}
@@ -105,9 +105,11 @@ def _keep_all(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> Parts:
     return default_partition(joint, inputs, **given)
 
 
-def _keep_random(graph: UnitGraph) -> None:
+def _keep_what_runs_once(graph: UnitGraph) -> None:
     kept, _ = graph.recomputed(graph.names(graph.needed))
-    _mark({node for node in kept if _is_drawn(node)}, CheckpointPolicy.MUST_SAVE)
+    once = {value for op in graph.operations if not op.is_replayable for value in op.outputs}
+    made_once = {graph.makers[value] for value in once}
+    _mark(made_once | {node for node in kept if _is_drawn(node)}, CheckpointPolicy.MUST_SAVE)
 
 
 def _is_drawn(node: Node) -> bool:

@@ -7,7 +7,7 @@ NOTE [ Decisions are kept, values are recomputed ]
    differently, and everything behind it with it: tokens go to other experts. So the forward keeps its decisions, and
    the replay is given them. What follows from decisions alone (counts, one-hot masks, `nonzero` of a mask) is
    computed anew, from the same integers.
-2. Operations that select (`SELECTING`) return values beside the indices. Their replay takes the values at the kept
+2. Operations that select return values beside the indices. Their replay takes the values at the kept
    indices, from its own input: they are those of the forward if the inputs are, and gradients go where the forward's
    choice was.
 3. Decisions are recognised by a dispatch mode, which costs about 6 µs for each operation. It is on for the first call
@@ -25,32 +25,25 @@ NOTE [ Decisions are kept, values are recomputed ]
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from recoup.checkpointing.deciding_operations import (
+    ALWAYS_KEPT_BYTES,
+    KEEP,
+    SHARE,
+    decides,
+    selects,
+    values_at,
+)
 from recoup.checkpointing.guard import is_unguarded
 from recoup.tensors import each_tensor
-from recoup.torch_private import WatchingMode, local_scalar
+from recoup.torch_private import OpOverload, WatchingMode, local_scalar
 
 __all__ = ["Handing", "Kept", "Recording", "Region", "most_bytes_of", "regions", "run_in"]
-
-_ALWAYS_KEPT_BYTES = 1 << 16
-_SHARE = 16
-"""A decision may have this part of the bytes of a call's arguments."""
-
-_aten = torch.ops.aten
-_SELECTING = frozenset(
-    {_aten.topk, _aten.sort, _aten.max, _aten.min, _aten.median, _aten.nanmedian, _aten.mode, _aten.kthvalue}
-)
-"""They return values and their indices along one dimension."""
-_SHAPED_ALIKE = frozenset(
-    {_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_zeros}
-    | {_aten.new_ones, _aten.new_full, _aten.new_empty_strided}
-)
 
 Decided: TypeAlias = "Tensor | bool | int | float"
 
@@ -107,13 +100,13 @@ class Recording(Region):
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation, and keeps its result if that is a decision."""
         result = func(*args, **kwargs)
-        if type(result) is Tensor and result.dtype.is_floating_point:
+        if type(result) is Tensor and result.dtype.is_floating_point and func is not KEEP:
             return result
-        if _is_decision(func, args, kwargs, result):
+        if decides(func, given := _given(args, kwargs), result):
             decided = result[1] if isinstance(result, tuple) else result
-            is_small = not isinstance(decided, Tensor) or decided.nbytes <= self.most_bytes
+            is_small = not isinstance(decided, Tensor) or decided.nbytes <= self.most_bytes or func is KEEP
             self.num_decisions += 1
-            self.add(_described(func, args, kwargs, _copied(decided) if is_small else None))
+            self.add(_described(func, given, _copied(decided) if is_small else None))
         return result
 
     def keep(self, tensor: Tensor, value: Tensor | None) -> Tensor:
@@ -145,27 +138,26 @@ class Handing(Region):
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation, unless it selects; its result is the forward's if that is a decision."""
-        if func.overloadpacket in _SELECTING and _selects(func, args):
-            then = self._take(_described(func, args, kwargs, None))
-            if isinstance(then, Tensor):
-                return _values_at(then, func, args, kwargs), then
-            return func(*args, **kwargs)
+        given = _given(args, kwargs)
+        if selects(func, given[0] if given else None):
+            then = self._take(_described(func, given, None))
+            return func(*args, **kwargs) if then is None else (values_at(then, func, args, kwargs), then)
         result = func(*args, **kwargs)
-        if type(result) is Tensor and result.dtype.is_floating_point:
+        if type(result) is Tensor and result.dtype.is_floating_point and func is not KEEP:
             return result
-        if not _is_decision(func, args, kwargs, result):
+        if not decides(func, given, result):
             return result
-        then = self._take(_described(func, args, kwargs, None))
+        then = self._take(_described(func, given, None))
         return result if then is None else then
 
     def keep(self, tensor: Tensor, value: Tensor | None) -> Tensor:
         """The forward's value."""
-        then = self._take(Kept("keep", (tensor.shape,), None))
-        if isinstance(then, Tensor):
+        then: Tensor | None = self._take(Kept("keep", (tensor.shape,), None))
+        if then is not None:
             return then
         return tensor.detach() if value is None else value
 
-    def _take(self, now: Kept) -> Decided | None:
+    def _take(self, now: Kept) -> Any:
         """A copy of what the forward kept in this place; None if it kept nothing."""
         number = self._next
         self._next += 1
@@ -191,8 +183,8 @@ class _Watch(WatchingMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs the operation as the region does, unless recoup itself makes a copy."""
-        if is_unguarded():
+        """Runs the operation as the region does, unless recoup itself makes a copy, or the operation runs functions."""
+        if is_unguarded() or not isinstance(func, OpOverload):
             return func(*args, **(kwargs or {}))
         return self._region.decide(func, args, kwargs or {})
 
@@ -227,65 +219,22 @@ def run_in(
 
 def most_bytes_of(arguments: Any) -> int:
     """Bytes up to which a decision of a call with these arguments is kept."""
-    return max(_ALWAYS_KEPT_BYTES, sum(tensor.nbytes for tensor in each_tensor(arguments)) // _SHARE)
+    return max(ALWAYS_KEPT_BYTES, sum(tensor.nbytes for tensor in each_tensor(arguments)) // SHARE)
 
 
-def _is_decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    if isinstance(result, tuple):
-        return func.overloadpacket in _SELECTING and _selects(func, args)
-    if isinstance(result, Tensor):
-        decides = not result.dtype.is_floating_point and not result.dtype.is_complex and _may_decide(func)
-    else:
-        decides = type(result) in (bool, int, float)
-    return decides and any(map(_has_values, _given(args, kwargs)))
+def _described(func: Any, given: list[Tensor], value: Decided | None) -> Kept:
+    name = "item" if func is local_scalar else func.overloadpacket.__name__
+    return Kept(name, tuple(tensor.shape for tensor in given), value)
 
 
-def _selects(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation of `_SELECTING` returns indices, and selects among floating-point values."""
-    return _index_of_dim(func) is not None and _has_values(args[0])
-
-
-@cache
-def _may_decide(func: Any) -> bool:
-    return not (func.is_view or func._schema.is_mutable or func.overloadpacket in _SHAPED_ALIKE)
-
-
-@cache
-def _index_of_dim(func: Any) -> int | None:
-    """The place of ``dim`` among an operation's arguments, if it returns values and indices."""
-    if len(func._schema.returns) != 2 or func._schema.is_mutable:
-        return None
-    return next((place for place, one in enumerate(func._schema.arguments) if one.name == "dim"), None)
-
-
-def _values_at(indices: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The values of an operation's input at indices along its dimension."""
-    tensor: Tensor = args[0]
-    if tensor.dim() == 0:
-        return tensor.clone()
-    place = _index_of_dim(func)
-    assert place is not None
-    dim = args[place] if place < len(args) else kwargs.get("dim", func._schema.arguments[place].default_value)
-    if indices.dim() == tensor.dim():
-        return tensor.gather(dim, indices)
-    return tensor.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
-
-
-def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Decided | None) -> Kept:
-    shapes = tuple(tensor.shape for tensor in _given(args, kwargs))
-    return Kept("item" if func is local_scalar else func.overloadpacket.__name__, shapes, value)
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, Tensor))
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
 
 
 def _copied(value: Decided) -> Decided:

@@ -78,11 +78,12 @@ class Frame:
         is_settled: whether the forward has ended.
         runs_backward: whether the function runs a backward inside.
         kept: what a replay is given instead of computing it anew.
+        decides: whether decisions are among them, beside what the user keeps.
     """
 
     __slots__ = (
         "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_site", "_state",
-        "arguments", "first", "fn", "is_settled", "kept", "leaves", "options", "records", "runs_backward",
+        "arguments", "decides", "first", "fn", "is_settled", "kept", "leaves", "options", "records", "runs_backward",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +97,7 @@ class Frame:
         self.options, self.fn, self.arguments, self.first = options, fn, arguments, first
         self.records: list[Record] = []
         self.leaves: dict[int, Tensor] = {}
-        self.is_settled = self.runs_backward = False
+        self.is_settled = self.runs_backward = self.decides = False
         self.kept: list[Kept] = []
         # Contexts may keep results of operations themselves, and then must see all of these.
         watches = options.keep_decisions and replay_context is None
@@ -124,6 +125,7 @@ class Frame:
         output = run_in(region, self.fn, args, kwargs, watches=watches)
         if watches and self._site is not None:
             self._site.note(region.num_decisions)
+            self.decides = region.num_decisions > 0
         return output
 
     def run_again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -132,8 +134,7 @@ class Frame:
             return self.fn(*args, **kwargs)
         refuse = partial(mismatch.decided_otherwise, self.fn)
         region = Handing(self.kept, refuse, may_go_on=not self.is_settled)
-        watches = any(kept.operation != "keep" for kept in self.kept)
-        return run_in(region, self.fn, args, kwargs, watches=watches)
+        return run_in(region, self.fn, args, kwargs, watches=self.decides)
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup.checkpointing.deciding_operations import KEEP
 from recoup.checkpointing.decisions import regions
 from recoup.torch_private import current_transform
 
@@ -39,7 +40,7 @@ def keep(tensor: Tensor, /) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"keep takes a tensor: keep(x). Got a {type(tensor).__name__}.")
     if torch.compiler.is_compiling():
-        kept: Tensor = torch.ops.recoup.keep(tensor)
+        kept: Tensor = KEEP(tensor)
         return kept
     if current_transform() is not None:
         return tensor.clone()
@@ -60,22 +61,3 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-# For graphs: an operation that a partitioner can be told to keep.
-torch.library.define("recoup::keep", "(Tensor x) -> Tensor")
-
-
-@torch.library.impl("recoup::keep", "CompositeExplicitAutograd")
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone()
-
-
-torch.library.register_fake("recoup::keep", _copy)
-
-
-def _pass_on(ctx: Any, gradient: Tensor) -> Tensor:
-    return gradient
-
-
-torch.library.register_autograd("recoup::keep", _pass_on)
