@@ -137,3 +137,17 @@ def test_a_captured_unit_that_is_recomputed_as_a_whole() -> None:
         assert "keeps [topk int64[30, 2], keep float32[30, 1]]" in recoup.describe(y)
         found = torch.autograd.grad(y.square().sum(), leaves)
         assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+def test_other_sizes() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Routed(lambda p: p.topk(2))
+    graph = capture("captured", module.forward, (torch.randn(30, 8, requires_grad=True),), {})
+    cut = Cut("captured", graph.digest, graph.names(graph.needed[:1]), 1)
+    for rows in (30, 31, 47):
+        x = torch.randn(rows, 8, requires_grad=True)
+        leaves = [x, *module.parameters()]
+        plain = torch.autograd.grad(module(x).square().sum(), leaves)
+        found = torch.autograd.grad(run_cut(cut, module.forward, (x,), {}).square().sum(), leaves)
+        assert_same(found, plain, "captured")

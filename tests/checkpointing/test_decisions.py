@@ -389,6 +389,17 @@ def test_a_backward_inside() -> None:
         assert torch.equal(torch.autograd.grad(checkpoint(fn, x).sum(), x)[0], plain)
 
 
+def test_operations_that_take_functions() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)).exp()
+
+    x = torch.randn(5, 4, requires_grad=True)
+    run = torch.compile(fn, backend="aot_eager")
+    (plain,) = torch.autograd.grad(run(x).sum(), x)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(checkpoint(run, x).sum(), x)[0], plain)
+
+
 def test_compiled_code_runs_compiled() -> None:
     compiled = torch.compile(lambda x: x.sin().exp() * 2, backend="aot_eager")
     x = torch.randn(5, 4, requires_grad=True)

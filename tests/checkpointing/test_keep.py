@@ -109,6 +109,20 @@ def test_inside_each_other() -> None:
     assert torch.equal(gradient(lambda x: checkpoint(outer, x), x), gradient(outer, x))
 
 
+def test_a_backward_inside() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return (x * keep(torch.full((4,), 5.0 if recoup.is_replaying() else 2.0))).sin()
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (inner,) = torch.autograd.grad(checkpoint(scaled, scaled(y)).sum(), y)
+        return scaled(x * inner).exp()
+
+    x = make()
+    assert torch.equal(gradient(lambda x: checkpoint(fn, x), x), gradient(fn, x))
+
+
 @pytest.mark.parametrize("groups", [(), (Group(0, 1), Group(2, 3)), (Group(1, 3, (Group(2, 3),)),)])
 def test_spans(groups: tuple[Group, ...]) -> None:
     def run(x: Tensor) -> Tensor:

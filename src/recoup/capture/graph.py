@@ -219,16 +219,20 @@ class _Reader:
         )
 
     def _output_bytes(self) -> int:
-        return sum(_known_bytes(tensor.nbytes) for node in self.outputs for _, tensor in _tensors_of(node))
+        tensors = [tensor for node in self.outputs for _, tensor in _tensors_of(node)]
+        return sum(_known_bytes(tensor.untyped_storage().nbytes()) for tensor in tensors)
 
     def _is_kept(self, node: Node, most_bytes: int) -> bool:
-        """Whether an operation decides, or its result is kept by the user."""
+        """Whether an operation decides, or its result is kept by the user.
+
+        Where sizes are symbolic, those that the cut names are kept.
+        """
         given = [tensor for read in node.all_input_nodes for tensor in tensors_in(read.meta.get("val"))]
         result = node.meta.get("val")
         if not isinstance(node.target, OpOverload) or not decides(node.target, given, result):
             return False
-        decided = tensors_in(result)
-        return node.target is KEEP or sum(_known_bytes(tensor.nbytes) for tensor in decided) <= most_bytes
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors_in(result)]
+        return node.target is KEEP or all(isinstance(size, int) and size <= most_bytes for size in sizes)
 
     def _values(self, node: Node) -> list[int]:
         """The values of a node's result, numbered when first met."""

@@ -18,8 +18,9 @@ NOTE [ Decisions are kept, values are recomputed ]
 6. Copies are kept, and copies are handed out: functions may change in place what they get.
 7. Not decisions: views, results in place, tensors that take only a shape from what they are given, and integers beside
    floating-point results (indices of pooling, masks of dropout, seeds of attention).
-8. A call inside a call has a region of its own. `keep` goes from the outermost region to the innermost, as an operation
-   goes through modes from the innermost to the outermost and back: a replay's value counts for all regions inside it.
+8. A call inside a call has a region of its own. `keep` goes from the outermost region to the innermost, as a result
+   goes back through modes: a replay's value counts for all regions inside it. A replay sees no region around it: a
+   backward inside a function may run on another thread than the function.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class Region:
 
     __slots__ = ("kept",)
     kept: list[Kept]
+    is_inside = True
+    """Whether it belongs to the regions around it."""
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation."""
@@ -130,6 +133,7 @@ class Handing(Region):
     """
 
     __slots__ = ("_may_go_on", "_next", "_refuse")
+    is_inside = False
 
     def __init__(
         self, kept: list[Kept], refuse: Callable[[int, Kept | None, Kept], Exception], *, may_go_on: bool
@@ -190,14 +194,13 @@ class _Watch(WatchingMode):
 
 
 class _Regions(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Region] = []
+    stack: tuple[Region, ...] = ()
 
 
 _regions = _Regions()
 
 
-def regions() -> list[Region]:
+def regions() -> tuple[Region, ...]:
     """The regions that this thread is in, from the outermost to the innermost."""
     return _regions.stack
 
@@ -206,15 +209,15 @@ def run_in(
     region: Region, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, watches: bool
 ) -> Any:
     """Runs a function in a region, which sees its operations only if it ``watches``."""
-    stack = _regions.stack
-    stack.append(region)
+    before = _regions.stack
+    _regions.stack = (*before, region) if region.is_inside else (region,)
     try:
         if not watches:
             return fn(*args, **kwargs)
         with _Watch(region):
             return fn(*args, **kwargs)
     finally:
-        stack.pop()
+        _regions.stack = before
 
 
 def most_bytes_of(arguments: Any) -> int:
@@ -224,7 +227,7 @@ def most_bytes_of(arguments: Any) -> int:
 
 def _described(func: Any, given: list[Tensor], value: Decided | None) -> Kept:
     name = "item" if func is local_scalar else func.overloadpacket.__name__
-    return Kept(name, tuple(tensor.shape for tensor in given), value)
+    return Kept(name, tuple(tensor.shape for tensor in given if not tensor.is_nested), value)
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
