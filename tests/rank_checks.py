@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from handmade import actions_of, keep, replay, segment
 from on_ranks import (
     NUM_BLOCKS,
     Net,
@@ -16,6 +17,7 @@ from on_ranks import (
     batch_of,
     between,
     gradients,
+    local,
     loss_of,
     make_model,
 )
@@ -26,7 +28,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
+from recoup.engines.real_steps import RealSteps
 from recoup.errors import BudgetError, FitError, SampleError
+from recoup.measuring.measure import begin_measurement, measure_step
+from recoup.model.step import TrainingStep
+from recoup.planning import Schedule
+from recoup.plans.by_hand import plan_by_hand
+from recoup.plans.largest import largest_profile
 from recoup.policies import UniformSegments
 from recoup.ranks import find_ranks
 
@@ -198,6 +206,59 @@ def sharded_after_planning(rank: int) -> None:
                 found, number = _train_counting(model, batch)
                 assert_same(found, expected)
                 assert number == num_gathers
+
+
+def sharded_before_planning(rank: int) -> None:
+    """`fit` after `fully_shard`: the predicted peak, the gradients and gathers of the unfitted model."""
+    batch = batch_of(rank)
+    for settings in _SETTINGS:
+        expected, num_gathers = _train_counting(_shard(make_model(), **settings), batch)
+        model = _shard(make_model(), **settings)
+        profile = recoup.measure(model, batch, loss=loss_of)
+        budget = find_ranks().largest(between(profile, 0.4))
+        fitted = recoup.fit(model, batch, budget=budget, loss=loss_of)
+        _assert_one_plan(fitted)
+        assert not fitted.plan.keeps_everything
+        assert fitted.verification.gradients == "bit-equal"
+        assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+        assert fitted.plan.profile.residents.parameter_bytes == sum(
+            local(p).untyped_storage().nbytes() for p in model.parameters()
+        )
+        found, number = _train_counting(model, batch)
+        assert_same(found, expected)
+        assert number == num_gathers
+        # Made for a Net, on an FSDPNet or a Net.
+        other = _shard(recoup.apply(make_model(), fitted.plan), **settings)
+        assert_same(_train_counting(other, batch)[0], expected)
+
+
+def sharded_in_segments(rank: int) -> None:
+    """Gathered parameters of a segment that is replayed are there until their own backward; and optimizer state."""
+    batch = batch_of(rank, size=512)
+    model = _shard(make_model(12))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = TrainingStep(model, batch, loss=loss_of, optimizer=optimizer, ranks=find_ranks())
+    measured = measure_step(begin_measurement(step, units=None), accumulates=False, unsafe={})
+    profile = largest_profile(find_ranks().gathered(measured.profile(True, in_segments=True)))
+    shards = sum(local(p).untyped_storage().nbytes() for p in model.parameters())
+    assert profile.residents.optimizer_bytes == pytest.approx(2 * shards, rel=0.01)
+    assert [unit.name for unit in profile.units] == [
+        "first",
+        *(f"blocks.{i}" for i in range(12)),
+        "last",
+        "loss",
+    ]
+    nested = segment(keep(1), segment(keep(2, 3)), keep(4))
+    for items in (
+        [*keep(0), segment(keep(1, 2, 3)), segment(keep(4, 5, 6)), *keep(7, 8, 9, 10, 11, 12, 13, 14)],
+        [*keep(0), nested, *replay(5, 6, 7), segment(keep(8, 9)), *keep(10, 11, 12, 13, 14)],
+    ):
+        plan = plan_by_hand(profile, Schedule(actions_of(items)))
+        recoup.apply(model, plan)
+        peak_bytes = RealSteps(step, profile).record().peak_bytes
+        assert plan.predicted_bytes == pytest.approx(peak_bytes, rel=0.01), plan.describe_units()
+    with pytest.raises(SampleError, match="captures units with their parameters, which fully_shard divides"):
+        recoup.fit(model, batch, budget="1GiB", loss=loss_of, engine="captured")
 
 
 def a_step_of_the_users(rank: int) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup import torch_private
@@ -38,6 +41,23 @@ def exists(name: str) -> bool:
     return False
 
 
+def _sharded() -> dict[str, Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        model(torch.zeros(1, 2))
+        state = model._get_fsdp_state()
+        (group,) = torch_private.shard_groups(state)
+        return {
+            "FSDPModule": model,
+            "FSDPState": state,
+            "FSDPParamGroup": group,
+            "FSDPParam": group.fsdp_params[0],
+        }
+    finally:
+        dist.destroy_process_group()
+
+
 def samples() -> dict[str, Any]:
     weight = torch.ones(2, requires_grad=True)
     return {
@@ -49,6 +69,7 @@ def samples() -> dict[str, Any]:
         "function": torch.compile(torch.compiler.assume_constant_result(lambda: 0)),
         "Optimizer": torch.optim.SGD([weight], lr=0.1),
         "TorchDispatchMode": TorchDispatchMode,
+        **_sharded(),
     }
 
 

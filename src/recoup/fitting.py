@@ -188,6 +188,11 @@ def fit(
                 inner, sample, loss=loss, step=step, optimizer=optimizer, ranks=ranks, buckets=buckets
             )
             budget_bytes = ranks.smallest(read_budget(budget, inner, training.given))
+            if training.shards and engines != ("eager",):
+                raise SampleError(
+                    f"engine={engine!r} captures units with their parameters, which fully_shard divides: fit with"
+                    " engine='eager'."
+                )
             if not inner.training:
                 warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
             fitting = _Fitting(
@@ -397,8 +402,8 @@ class _Fitting:
                     raise
                 break  # the unit calls nothing that can be a unit
             found.append((measured, audit))
-            profile = self._profile(measured, self.holds_output is not False)
-            yield profile, audit
+            for profile in self._profiles_of(measured, self.holds_output is not False):
+                yield profile, audit
             least = tightest(profile)
             # Finer units need no less than the optimizer's own step does.
             is_least = least.predicted_bytes <= profile.residents.optimizer_peak_bytes
@@ -407,7 +412,8 @@ class _Fitting:
                 break
         if self.holds_output is None and self.step.step is None:
             for measured, audit in found:
-                yield self._profile(measured, False), audit
+                for profile in self._profiles_of(measured, False):
+                    yield profile, audit
 
     def _measure(self, units: Units | Iterable[Units] | None) -> tuple[Measured, Audit]:
         with self.ranks.together():
@@ -419,8 +425,12 @@ class _Fitting:
             unsafe = {name: why for reasons in self.ranks.gathered(found) for name, why in reasons.items()}
             return measure_step(measurement, accumulates=self.accumulates, unsafe=unsafe), audit
 
-    def _profile(self, measured: Measured, holds_output: bool) -> Profile:
-        return largest_profile(self.ranks.gathered(measured.profile(holds_output)))
+    def _profiles_of(self, measured: Measured, holds_output: bool) -> Iterator[Profile]:
+        """For all ranks. Where units gather their parameters, first without segments of them, then with."""
+        if measured.groups:
+            alone = measured.profile(holds_output, in_segments=False)
+            yield largest_profile(self.ranks.gathered(alone))
+        yield largest_profile(self.ranks.gathered(measured.profile(holds_output)))
 
     def _split(self, least: ModelPlan) -> list[nn.Module] | None:
         """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""

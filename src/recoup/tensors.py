@@ -22,6 +22,7 @@ __all__ = [
     "contents",
     "each_tensor",
     "graph_nodes",
+    "local_part",
     "make_tuple",
     "map_tensors",
     "named_outputs",
@@ -340,6 +341,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield from (getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout])
     else:
         yield tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is divided over ranks; any other tensor itself."""
+    # By name: importing torch.distributed.tensor costs a second that most users never need.
+    return next(plain_tensors(tensor)) if type(tensor).__name__ == "DTensor" else tensor
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -218,6 +218,14 @@ def awaits_static_graph(wrapper: Any) -> bool:
     return bool(wrapper.static_graph) and not wrapper._static_graph_delay_allreduce_enqueued
 
 
+def shard_groups(state: Any) -> list[Any]:
+    """The groups of parameters that a module of FSDP2 gathers; until torch 2.12 there was one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
 _ALLOCATE = "empty_strided_cpu"
 
 
@@ -321,6 +329,35 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_torchdynamo_orig_callable": "what `torch.compile` was given",
     },
     "Optimizer": {"_optimizer_step_pre_hooks": "a copy of an optimizer starts without hooks"},
+    "FSDPModule": {
+        "_get_fsdp_state": "who gathers a module's parameters, when and how: all of it is private"
+    },
+    "FSDPState": {
+        "_is_root": "made sure of before anything is put back",
+        "_lazy_init": "the same",
+        "_state_ctx": "which module began this forward; forgotten after a run that did not end",
+        "_comm_ctx": "buffers that outlive a gather; freed after such a run",
+        "_training_state": "put back after such a run",
+        "_register_pre_backward_hook": "off while units run one at a time",
+        "_modules_to_run_forward": "cleared after a run that did not end",
+    },
+    "FSDPParamGroup": {
+        "_register_post_backward_hook": "off while units run one at a time",
+        "_record_post_forward": "the same",
+        "_reshard_after_forward": "whether parameters stay between forward and backward",
+        "_all_gather_comm": "replaced while units run one at a time: no rank waits for another one",
+        "_all_gather_result": "dropped after a run that did not end",
+        "_all_gather_process_group": "how many ranks share the parameters",
+        "_post_forward_indices": "cleared after a run that did not end",
+        "_to_sharded": "frees gathered parameters while resharding is off",
+        "_training_state": "put back after a run that did not end",
+    },
+    "FSDPParam": {
+        "_unsharded_param": "what stands in for a parameter while it is gathered",
+        "_unsharded_inner_tensors": "memory of gathered parameters",
+        "_orig_size": "its size when it is gathered",
+        "_module_info": "where it is used",
+    },
     "TorchDispatchMode": {"_should_skip_dynamo": "overridden, as asking takes longer than most operations"},
 }
 """Private attributes of torch's objects by type, with the reason."""

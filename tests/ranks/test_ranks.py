@@ -11,6 +11,8 @@ from rank_checks import (
     data_parallel_settings,
     exchanges,
     sharded_after_planning,
+    sharded_before_planning,
+    sharded_in_segments,
     unequal_ranks,
 )
 
@@ -22,7 +24,7 @@ def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
 
 
 def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, sharded_after_planning)
+    on_ranks(2, tmp_path, sharded_in_segments, sharded_before_planning, sharded_after_planning)
 
 
 def test_four_ranks(tmp_path: Path) -> None:

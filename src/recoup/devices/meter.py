@@ -90,6 +90,9 @@ class Meter(ABC):
     def total_bytes(self) -> int:
         """The device's memory; 0 if that is not known."""
 
+    def follow(self, storages: Sequence[torch.UntypedStorage]) -> None:  # noqa: B027 (an allocator counts them anyway)
+        """Inside `watching`, counts storages that are resized without an operation."""
+
     def stamp(self) -> Any:
         """A point in the device's time."""
         return time.perf_counter()
@@ -174,6 +177,9 @@ class CpuMeter(Meter):
         """The tracker of the current `watching` block."""
         assert self._tracker is not None, "read a CPU's memory inside watching()"
         return self._tracker
+
+    def follow(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self.tracker.follow(storages)
 
     def live_bytes(self) -> int:
         return self.tracker.current_bytes

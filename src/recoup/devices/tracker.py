@@ -68,6 +68,7 @@ class MemoryTracker(WatchingMode):
         self.recent_bytes = 0
         self.recent_peak_bytes = 0
         self._at_next: Callable[[], None] | None = None
+        self._followed: list[torch.UntypedStorage] = []
         # By id: a storage keeps its Python object until it is freed, which removes it here.
         self._seen: dict[int, _Seen] = {}
 
@@ -102,6 +103,19 @@ class MemoryTracker(WatchingMode):
         self.recent_bytes = sum(self._seen[key].counted_bytes for key in keys if key in self._seen)
         self.recent_peak_bytes = self.recent_bytes
 
+    def follow(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Counts storages that are resized without an operation, such as gathered parameters, as soon as they are."""
+        for storage in storages:
+            if id(storage) not in self._seen:
+                self._meet(storage, is_new=True)
+            self._followed.append(storage)
+
+    def _follow(self) -> None:
+        for storage in self._followed:
+            known = self._seen[id(storage)]
+            if known.num_bytes != storage.nbytes():
+                self._resized(known, storage.nbytes())
+
     def living(self) -> list[torch.UntypedStorage]:
         """The storages that count and are not freed yet."""
         found = (seen() for seen in list(self._seen.values()) if seen.counted_bytes)
@@ -123,6 +137,8 @@ class MemoryTracker(WatchingMode):
         if self._at_next is not None:
             at_next, self._at_next = self._at_next, None
             at_next()
+        if self._followed:
+            self._follow()
         # An argument that no operation here made existed before: it counts zero.
         if func is not _LIFT_FRESH or not args[0].untyped_storage().resizable():
             self._look(args, False)

@@ -21,6 +21,7 @@ from recoup.model.caches import CachelessForward, without_caches
 from recoup.model.replace_forward import installed, suspended
 from recoup.model.step import TrainingStep
 from recoup.plans.profile import Profile
+from recoup.tensors import local_part
 
 __all__ = ["RealSteps", "Recorded"]
 
@@ -113,6 +114,7 @@ class RealSteps:
             self._settle()
             torch.clear_autocast_cache()
             with self.meter.watching():
+                self.meter.follow(self.step.shards.storages())
                 live_bytes = self.meter.begin()
                 # Tracked, since a step of the user's may free these gradients and make others.
                 self._prepare()
@@ -159,9 +161,9 @@ class RealSteps:
             self._run()
             for name, parameter in self.step.model.named_parameters():
                 if parameter.grad is not None:
-                    found[name] = parameter.grad
+                    found[name] = local_part(parameter.grad)
                 if self.step.changes_parameters:
-                    found[f"{name} (after the step)"] = parameter
+                    found[f"{name} (after the step)"] = local_part(parameter)
             return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
 
     def _settle(self) -> None:

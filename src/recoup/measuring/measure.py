@@ -253,7 +253,10 @@ class Measurement:
         if conditions is not None:
             conditions = replace(conditions, stale_gradients=self.structure.has_stale)
         names = unit_names(step.model, self.units)
-        return Measured(step.model, self.meter, costs, unsafe, names, conditions, uncaptured, self.engine)
+        groups = step.shards.groups()
+        return Measured(
+            step.model, self.meter, costs, unsafe, names, conditions, uncaptured, self.engine, groups
+        )
 
     def _time_inside(self, call: UnitCall) -> dict[str, float]:
         modules = self.passes.inside[call.module]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +12,13 @@ from recoup.devices.meter import Meter
 from recoup.measuring.problem.costs import StepCosts
 from recoup.measuring.problem.lifetimes import encode
 from recoup.measuring.problem.positions import positions_of
+from recoup.measuring.problem.shards import with_shards
 from recoup.model.calls import class_of_module
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, Recipe
-from recoup.plans.profile import Profile, ProfiledUnit
+from recoup.model.sharded import ShardGroup
+from recoup.planning import Problem
+from recoup.plans.profile import Profile, ProfiledUnit, Residents
 
 __all__ = ["Measured"]
 
@@ -33,6 +36,7 @@ class Measured:
         conditions: what the model was called with.
         uncaptured: by unit name, why a unit runs eagerly beside captured ones.
         engine: that units run on, where they can.
+        groups: parameters that are gathered when they are needed.
     """
 
     model: nn.Module
@@ -43,9 +47,15 @@ class Measured:
     conditions: Conditions | None
     uncaptured: Mapping[str, str] = field(default_factory=dict)
     engine: str = "eager"
+    groups: Sequence[ShardGroup] = ()
 
-    def profile(self, holds_output: bool) -> Profile:
-        """The profile for a loop that holds the model's output through the backward, or does not."""
+    def profile(self, holds_output: bool, *, in_segments: bool = True) -> Profile:
+        """The profile for a loop that holds the model's output through the backward, or does not.
+
+        Args:
+            holds_output: whether it does.
+            in_segments: for units that gather their parameters, whether they may be replayed together.
+        """
         costs = replace(self.costs, holds_output=holds_output)
         tail = costs.structure.tail
         largest = sorted(tail.output, key=lambda number: tail.output[number], reverse=True)
@@ -53,8 +63,8 @@ class Measured:
             class_of_module(self.model).__name__,
             self.meter.device_name,
             self._units(costs),
-            encode(costs),
-            costs.residents,
+            self._problem(costs, in_segments),
+            self._residents(costs),
             costs.accumulates,
             self.meter.is_estimate,
             device_bytes=self.meter.total_bytes(),
@@ -63,6 +73,25 @@ class Measured:
             output_names=", ".join(dict.fromkeys(tail.names[number] for number in largest[:3])),
             conditions=self.conditions,
             engine=self.engine,
+        )
+
+    def _residents(self, costs: StepCosts) -> Residents:
+        if not self.groups:
+            return costs.residents
+        sharded = {id(parameter) for group in self.groups for parameter in group.parameters}
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in sharded]
+        gradient_bytes = sum(group.shard_bytes for group in self.groups) + sum(p.nbytes for p in others)
+        return replace(costs.residents, gradient_bytes=gradient_bytes)
+
+    def _problem(self, costs: StepCosts, in_segments: bool) -> Problem:
+        problem = encode(costs)
+        if not self.groups:
+            return problem
+        residents = self._residents(costs)
+        resident_bytes = residents.total_bytes + costs.accumulates * residents.gradient_bytes
+        positions = positions_of(costs)
+        return with_shards(
+            problem, positions, self.groups, resident_bytes=resident_bytes, in_segments=in_segments
         )
 
     def _units(self, costs: StepCosts) -> tuple[ProfiledUnit, ...]:

@@ -116,6 +116,7 @@ _NO_GRAPH = "does not require grad"
 def _watch_calls(step: TrainingStep) -> ModuleCall:
     root = ModuleCall("", step.model)
     with (
+        step.shards.alone(),
         step.finding_writes(),
         MemoryTracker() as memory,
         _calls_noted(root, module_names(step.model), memory),

@@ -1,13 +1,30 @@
-"""Models whose parameters `fully_shard` (FSDP2) divides over ranks: who gathers which module's parameters."""
+"""Models whose parameters `fully_shard` (FSDP2) divides over ranks.
+
+NOTE [ Sharded models, unit by unit ]
+    1. FSDP2 gathers a module's parameters in a hook before its forward, and again in a hook before its backward. While
+       units run one at a time (NOTE [ Streaming ]), there is no backward of the whole step: hooks for it are off.
+    2. A unit runs several times with its parameters gathered; they are freed when the next unit's turn comes. Those of
+       modules around units stay until the forward ends.
+    3. No rank waits for another one there: a gather fills all shards from the rank's own. The values of parameters are
+       other ones then; bytes and seconds are the same, but for the communication, which runs beside the computation.
+    4. Real steps are steps of all ranks.
+    5. A run that did not end leaves gathered parameters and half of a state behind: both are put back.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["class_before_sharding", "gather", "is_sharding", "owners_of", "sharding_modules"]
+from recoup.torch_private import shard_groups, without_modes
+
+__all__ = ["ShardGroup", "Shards", "class_before_sharding", "gather", "is_sharding", "owners_of"]
 
 
 def _sharding_class() -> type | None:
@@ -28,11 +45,6 @@ def is_sharding(module: Any) -> bool:
     """Whether `fully_shard` was called on a module."""
     found = _sharding_class()
     return found is not None and isinstance(module, found)
-
-
-def sharding_modules(model: nn.Module) -> list[Any]:
-    """The modules that gather parameters before they run."""
-    return [] if _sharding_class() is None else [module for module in model.modules() if is_sharding(module)]
 
 
 def owners_of(model: nn.Module) -> dict[nn.Module, Any]:
@@ -69,3 +81,198 @@ def gather(owners: dict[nn.Module, Any], root: nn.Module | None, module: nn.Modu
     owner = owners.get(module)
     if owner is not None:
         owner.unshard()
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """Parameters that are gathered at once, in bytes of one rank.
+
+    Attributes:
+        modules: on which `fully_shard` was called.
+        parameters: their sharded parameters.
+        gathered_bytes: of the gathered parameters.
+        buffer_bytes: of the buffer that they are gathered in.
+        gradient_bytes: of their gradients before these are reduced.
+        reduced_bytes: of the buffer in which these are reduced.
+        shard_bytes: of the rank's share of the gradients.
+        stays: whether they stay gathered between forward and backward.
+    """
+
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[Tensor, ...]
+    gathered_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    reduced_bytes: int
+    shard_bytes: int
+    stays: bool
+
+
+class Shards:
+    """The sharding of a model; nothing, if it is not sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._states: list[Any] = []
+        # No mode of a measurement sees the memory of gathered parameters: it is none of a unit's.
+        self._context: Callable[[], AbstractContextManager[Any]] = without_modes
+        if _sharding_class() is not None:
+            sharding: list[Any] = [module for module in model.modules() if is_sharding(module)]
+            found = [module._get_fsdp_state() for module in sharding]
+            self._states = list(dict.fromkeys(found))
+            for state in self._states:
+                # The first is the outermost; else the first forward would do it, and be put back.
+                if state._is_root is None:
+                    state._lazy_init()
+        self._groups = [group for state in self._states for group in shard_groups(state)]
+        self.put_back()
+        with self.alone():
+            for group in self._groups:
+                # What the first gather makes would be put back, too.
+                if not all(hasattr(one, "_unsharded_param") for one in group.fsdp_params):
+                    group.unshard()
+                    group.wait_for_unshard()
+                    group._to_sharded()
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which this rank gathers parameters from itself; NOTE [ Sharded models, unit by unit ], 3."""
+        comms = [group._all_gather_comm for group in self._groups]
+        for group in self._groups:
+            group._all_gather_comm = _Alone()
+        try:
+            yield
+        finally:
+            for group, comm in zip(self._groups, comms, strict=True):
+                group._all_gather_comm = comm
+            self.put_back()
+
+    @contextmanager
+    def unit_by_unit(self) -> Iterator[None]:
+        """A block in which units run one at a time, by NOTE [ Sharded models, unit by unit ]."""
+        replaced = [
+            *((state, "_register_pre_backward_hook", _same_output) for state in self._states),
+            *((group, "_register_post_backward_hook", _same_arguments) for group in self._groups),
+            *((group, "_record_post_forward", _nothing) for group in self._groups),
+            *((group, "reshard", _nothing) for group in self._groups),
+            *((group, "unshard", self._quietly(group.unshard)) for group in self._groups),
+            *((group, "wait_for_unshard", self._quietly(group.wait_for_unshard)) for group in self._groups),
+        ]
+        for owner, name, function in replaced:
+            vars(owner)[name] = function
+        try:
+            with self.alone():
+                yield
+        finally:
+            for owner, name, _ in replaced:
+                del vars(owner)[name]
+
+    @contextmanager
+    def gathering_in(self, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """A block in which parameters are gathered in a context, while units run one at a time."""
+        before, self._context = self._context, context
+        try:
+            yield
+        finally:
+            self._context = before
+
+    def _quietly(self, gather: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._context():
+                return gather(*args, **kwargs)
+
+        return run
+
+    def free(self, unit: nn.Module) -> None:
+        """Frees the gathered parameters of a unit, and of what is inside it."""
+        inside = set(unit.modules())
+        for group in self._groups:
+            if inside.issuperset(group.modules):
+                group._to_sharded()
+
+    def put_back(self) -> None:
+        """Frees all gathered parameters and forgets a run that did not end."""
+        for state in self._states:
+            state._state_ctx.iter_forward_root = None
+            state._modules_to_run_forward.clear()
+            state._comm_ctx.all_gather_state = None
+            state._comm_ctx.post_forward_order.clear()
+            state._training_state = type(state._training_state).IDLE
+        for group in self._groups:
+            group._all_gather_result = None
+            group._post_forward_indices.clear()
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+
+    def originals(self) -> dict[int, Tensor]:
+        """The parameters of the model, by the identity of what stands in for them while they are gathered."""
+        pairs = ((getattr(one, "_unsharded_param", None), one.sharded_param) for one in self._parameters())
+        return {id(gathered): parameter for gathered, parameter in pairs if gathered is not None}
+
+    def gathered(self) -> list[Tensor]:
+        """What parameters are gathered into. While they are not, its storages have no bytes."""
+        parts = ((*one.all_gather_outputs, *one._unsharded_inner_tensors) for one in self._parameters())
+        return [tensor for tensors in parts for tensor in tensors]
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of gathered parameters."""
+        return [tensor.untyped_storage() for tensor in self.gathered()]
+
+    def groups(self) -> list[ShardGroup]:
+        """The groups, in the order in which they are gathered."""
+        return [_group(group) for group in self._groups]
+
+    def _parameters(self) -> list[Any]:
+        return [one for group in self._groups for one in group.fsdp_params]
+
+
+def _group(group: Any) -> ShardGroup:
+    num_ranks = group._all_gather_process_group.size()
+    gathered = gradients = reduced = shards = 0
+    for one in group.fsdp_params:
+        num_elements = one.padded_sharded_param_size.numel() * num_ranks
+        computed = one.param_dtype or one.orig_dtype
+        gathered += num_elements * computed.itemsize
+        if one.sharded_param.requires_grad:
+            gradients += one._orig_size.numel() * computed.itemsize
+            reduced += num_elements * (one.reduce_dtype or computed).itemsize
+            shards += num_elements // num_ranks * one.orig_dtype.itemsize
+    return ShardGroup(
+        tuple(group.modules),
+        tuple(one.sharded_param for one in group.fsdp_params),
+        gathered,
+        gathered if num_ranks > 1 else 0,
+        gradients,
+        reduced,
+        shards,
+        stays=not group._reshard_after_forward,
+    )
+
+
+class _Alone:
+    """Gathers from this rank alone."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        shards = output_tensor.view(group.size(), -1)
+        for rank, shard in enumerate(shards):
+            if rank != group.rank():
+                shard.copy_(input_tensor)
+
+
+def _same_output(output: Any) -> Any:
+    return output
+
+
+def _same_arguments(args: Any, kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def _nothing() -> None:
+    pass

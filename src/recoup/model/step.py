@@ -18,6 +18,7 @@ from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.model.preserve import gradient_owners, preserving
 from recoup.model.replace_forward import suspended
 from recoup.model.samples import Sample, describe_sample, read_sample
+from recoup.model.sharded import Shards
 from recoup.model.wrappers import NO_BUCKETS, Buckets
 from recoup.ranks import ALONE, Ranks
 from recoup.snapshot.reachable import Reached, hooks_of
@@ -59,6 +60,7 @@ class TrainingStep:
     ) -> None:
         _check(model, sample, loss, step)
         self.ranks, self.buckets = ranks, buckets
+        self.shards = Shards(model)
         self.model, self.sample, self.loss, self.step = model, sample, loss, step
         given = Sample((), {}) if sample is None else read_sample(sample, loss, model.forward)
         self.args, self.kwargs, self.targets = given.args, given.kwargs, given.targets
@@ -86,19 +88,24 @@ class TrainingStep:
         """All parts of the sample."""
         return (self.args, self.kwargs, self.targets)
 
-    def preserved(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
         """A block that may run the step, and leaves no trace of it.
 
         Raises:
             SampleError: a second step goes through the graph of the first, by way of a buffer or an attribute.
         """
-        return preserving(
+        with preserving(
             self.model,
             self.optimizers,
             everything=self.changes_parameters,
             reached=self.reached,
             writes=self.writes,
-        )
+        ):
+            try:
+                yield
+            finally:
+                self.shards.put_back()
 
     def repeated(self) -> AbstractContextManager[None]:
         """Inside `preserved`, a block that runs the step once of several times: the next begins with the same counters.
@@ -117,7 +124,7 @@ class TrainingStep:
         """A block that runs the step for the first time: the tensors that it writes to are put back, then and later."""
         # `preserving` puts parameters back only where the step is known to change them; a forward may, too.
         parameters = self.model.parameters() if self.changes_parameters else ()
-        return self.writes.found([*parameters, *self.model.buffers()])
+        return self.writes.found([*parameters, *self.model.buffers(), *self.shards.gathered()])
 
     def forward(self) -> tuple[Any, Tensor]:
         """Runs the model and the loss; returns the model's output and the loss."""

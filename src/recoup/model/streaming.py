@@ -153,6 +153,7 @@ class _Stream:
         self.num_foreign = 0
         self.calls_of: dict[nn.Module, int] = {}
         self.trained = {id(p) for p in step.model.parameters() if p.requires_grad}
+        self.trained |= step.shards.originals().keys()
         self.handed: list[weakref.ref[_Mark]] = []
         self.is_inside = False
         self.has_ended = False
@@ -162,7 +163,7 @@ class _Stream:
         model = self.step.model
         names = unit_names(model, self.units)
         stand_ins = {unit: self._stand_in(unit, names[unit] or "model") for unit in self.units}
-        with intercepted(stand_ins), sliced(model, self.units):
+        with self.step.shards.unit_by_unit(), intercepted(stand_ins), sliced(model, self.units):
             self.step.run(self._backward)
 
     def _stand_in(self, unit: nn.Module, name: str) -> Callable[..., Any]:
@@ -199,6 +200,7 @@ class _Stream:
         handed, start = anchored(output)
         self._mark(handed)
         del output
+        self.step.shards.free(unit)
         self.visitor.leave(call, handed, start)
         return handed
 

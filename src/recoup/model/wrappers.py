@@ -45,14 +45,15 @@ def buckets_of(model: nn.Module, *, expected: bool) -> Buckets:
 
     Args:
         model: wrapped or not.
-        expected: whether a model that is not wrapped will be.
+        expected: whether a model that is not wrapped will be, unless its parameters are divided over ranks already.
     """
     inner = unwrapped_model(model)
     num_bytes = sum(parameter.nbytes for parameter in needing_gradient(list(inner.parameters())))
     if inner is not model:
         are_gradients = bool(model.gradient_as_bucket_view)
         return Buckets(num_bytes, is_allocated=True, are_gradients=are_gradients)
-    return Buckets(num_bytes) if expected else NO_BUCKETS
+    is_divided = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    return Buckets(num_bytes) if expected and not is_divided else NO_BUCKETS
 
 
 @contextmanager

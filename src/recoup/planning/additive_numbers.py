@@ -161,8 +161,8 @@ class _Numbers:
             self._add_initial(value)
         elif made.phase is Phase.BACKWARD:
             self._add_gradient(value, made.unit)
-        elif made.options == (SWEPT,):
-            # Any unit may be swept over, or none.
+        elif made.options == (SWEPT,) or made.phase is Phase.REPLAY:
+            # Any unit may be swept over or replayed, or none.
             self._round(value)
             self.resident += 0 if self.is_bound else value.num_bytes
         else:

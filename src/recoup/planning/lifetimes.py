@@ -43,6 +43,7 @@ class Phase(Enum):
 
     FIRST = "first forward"
     FORWARD = "forward"
+    REPLAY = "replay"
     BACKWARD = "backward"
 
 
@@ -51,7 +52,7 @@ class Use:
     """A phase of one unit, which makes or reads a value.
 
     Args:
-        phase: every forward, only the first one, or the backward.
+        phase: every forward, only the first one, all others, or the backward.
         unit: index of the unit.
         options: those under which it uses the value (`SWEPT`: a forward that keeps nothing); empty for all.
     """
@@ -181,7 +182,7 @@ class _Runs:
     def of(self, use: Use) -> list[int]:
         """The actions that are a use."""
         runs = self.backwards[use.unit] if use.phase is Phase.BACKWARD else self.forwards[use.unit]
-        runs = runs[:1] if use.phase is Phase.FIRST else runs
+        runs = {Phase.FIRST: runs[:1], Phase.REPLAY: runs[1:]}.get(use.phase, runs)
         return [index for index, option in runs if use.holds_for(option)]
 
 

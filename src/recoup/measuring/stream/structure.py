@@ -23,7 +23,7 @@ from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
 from recoup.tensors import named_outputs, needing_gradient, take_apart, tensors_in
-from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks, without_modes
 
 __all__ = ["Code", "SeenCall", "Structure", "Tail", "look"]
 
@@ -170,10 +170,12 @@ class Structure:
 class _Numbers:
     """A number for every storage that lives; what is resident, or lived before the step, has none."""
 
-    def __init__(self, resident: Iterable[Tensor], tracker: MemoryTracker) -> None:
+    def __init__(
+        self, resident: Iterable[Tensor], gathered: Iterable[torch.UntypedStorage], tracker: MemoryTracker
+    ) -> None:
         self._tracker = tracker
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._resident = weakref.WeakSet(tensor.untyped_storage() for tensor in resident)
+        self._resident = weakref.WeakSet([*(tensor.untyped_storage() for tensor in resident), *gathered])
         self._next = 0
 
     def number(self, storage: Any) -> int | None:
@@ -223,9 +225,11 @@ class _Looker(Visitor):
         self.frees = frees
         model = step.model
         resident = [*model.parameters(), *model.buffers(), *tensors_in(step.given)]
-        self.numbers = _Numbers(_strided(resident), tracker)
+        self.numbers = _Numbers(_strided(resident), step.shards.storages(), tracker)
         self.sections = Sections()
-        self.trained = {id(p) for p in model.parameters() if p.requires_grad}
+        # What stands in for a gathered parameter is known as that parameter.
+        self.trained = {id(p): id(p) for p in model.parameters() if p.requires_grad}
+        self.trained |= {id_: id(p) for id_, p in step.shards.originals().items() if p.requires_grad}
         self._in_graphs: set[int] = set()
         self._calls_of: dict[int, int] = {}
         self.calls: list[SeenCall] = []
@@ -249,13 +253,23 @@ class _Looker(Visitor):
         self.tracker.begin(_strided(tensors_in(output)), at_next=self._note_alive)
         self._recent_bytes = self.tracker.recent_bytes
         self._live_bytes = self.meter.begin()
+        self._beyond_bytes = 0
 
     def _note_alive(self) -> None:
         self._alive = self.numbers.storages(self.tracker.living())
 
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """A block that gathers parameters of a sharded model: what that takes is not the code's."""
+        self._beyond_bytes = max(self._beyond_bytes, self.meter.peak_bytes() - self._live_bytes)
+        live_bytes = self.meter.live_bytes()
+        with without_modes():
+            yield
+        self._live_bytes += self.meter.begin() - live_bytes
+
     def _end_code(self, handed_on: Any) -> Code:
         # Beyond what lived before where kernels need memory of their own; but some of that may have gone meanwhile.
-        beyond_bytes = self.meter.peak_bytes() - self._live_bytes
+        beyond_bytes = max(self._beyond_bytes, self.meter.peak_bytes() - self._live_bytes)
         transient_bytes = max(beyond_bytes, self.tracker.recent_peak_bytes - self._recent_bytes)
         self._held = []
         # What a backward inside the code has freed is not there any more.
@@ -265,7 +279,9 @@ class _Looker(Visitor):
         self._calls_of[self.sections.number] = len(self.calls)
         self._note(section.heads)
         parameters = {
-            id(p): p.numel() * p.element_size() for p in section.parameters if id(p) in self.trained
+            self.trained[id(p)]: p.numel() * p.element_size()
+            for p in section.parameters
+            if id(p) in self.trained
         }
         backward_bytes = section.backward_bytes(self.meter, frees=self.frees)
         given = dict.fromkeys((number for number in section.numbers if number is not None), 0)
@@ -364,7 +380,7 @@ class _Looker(Visitor):
                 self.numbers.gradients(output),
                 self.numbers.gradients(given),
                 {
-                    id(tensor): tensor.numel() * tensor.element_size()
+                    self.trained[id(tensor)]: tensor.numel() * tensor.element_size()
                     for tensor in tensors_in(given)
                     if id(tensor) in self.trained
                 },
@@ -512,6 +528,7 @@ def _look(
         stack.callback(step.model.register_forward_hook(looker.note_output).remove)
         # A pass that fails leaves lists of the model half filled, and the next one would go on from there.
         stack.callback(step.reached.hold())
+        stack.enter_context(step.shards.gathering_in(looker.gathering))
         streamed = stream(step, units, looker)
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")

@@ -108,7 +108,7 @@ def time_plain_step(step: TrainingStep, meter: Meter, plain_bytes: int) -> Timin
         meter: of the device.
         plain_bytes: that the step allocates beside what is allocated already.
     """
-    if step.step is not None or num_processes() > 1 or plain_bytes > meter.free_bytes():
+    if step.step is not None or step.shards or num_processes() > 1 or plain_bytes > meter.free_bytes():
         return None
     trained = needing_gradient(list(step.model.parameters()))
 
