@@ -152,6 +152,19 @@ CASES: dict[str, Callable[[bool], Case]] = {
 }
 
 
+class Turns(NamedTuple):
+    """Seconds of two ways, and their ratio.
+
+    A turn is the fastest of three steps, so that neither a busy moment nor a compared replay (the 1st, 2nd, 4th, 8th, …
+    of a module) counts. Seconds are medians over rounds; the ratio is the median of the rounds' ratios, since the pace
+    of the host changes from minute to minute.
+    """
+
+    their_s: float
+    our_s: float
+    ratio: float
+
+
 class Bench:
     """A model, and ways to run it."""
 
@@ -165,7 +178,7 @@ class Bench:
             name: tensor.to(device, dtype if tensor.is_floating_point() else None)
             for name, tensor in case.batch.items()
         }
-        self.device = device
+        self.device, self.plain_s = device, 0.0
         self.layers = [one for one in self.model.modules() if isinstance(one, GradientCheckpointingLayer)]
 
     def checkpoint(self, every: int | None) -> None:
@@ -220,38 +233,41 @@ class Bench:
         return fitted, time.perf_counter() - start
 
 
-def interleaved(bench: Bench, ways: list[Callable[[], Any]], num_rounds: int) -> list[float]:
-    """Medians of steps in turn."""
-    times: list[list[float]] = [[] for _ in ways]
-    for number in range(num_rounds + 1):
-        for way, found in zip(ways, times, strict=True):
+def interleaved(bench: Bench, use: Callable[[], Any], ours: Callable[[], Any], num_rounds: int) -> Turns:
+    """Two ways to run the step, in turn."""
+    rounds = []
+    for _ in range(num_rounds):
+        seconds = []
+        for way in (use, ours):
             way()
             gc.collect()
             bench.time_s()  # after a change the first step may differ
-            if number:
-                found += [bench.time_s(), bench.time_s()]
-    return [statistics.median(found) for found in times]
+            seconds.append(min(bench.time_s() for _ in range(3)))
+        rounds.append(seconds)
+    medians = [statistics.median(one) for one in zip(*rounds, strict=True)]
+    return Turns(*medians, statistics.median(our_s / their_s for their_s, our_s in rounds))
 
 
 def row(
     name: str, what: str, bench: Bench, budget: int, use: Callable[[], Any], engine: str, num_rounds: int
 ) -> str:
-    """One comparison."""
+    """One comparison; layers are compiled while ``use`` is in force only."""
     fitted, fit_s = bench.fit(budget, engine)
     peak = bench.peak_bytes()
 
     def ours() -> None:
         bench.checkpoint(None)
+        bench.compile_layers(False)
         recoup.apply(bench.model, fitted.plan)
 
-    their_s, our_s = interleaved(bench, [use, ours], num_rounds)
+    their_s, our_s, ratio = interleaved(bench, use, ours, num_rounds)
     assert fitted.verification is not None
     over = " **over**" if peak > budget else ""
     won = next((one.name for one in fitted.verification.race if one.is_kept), "only candidate")
     line = (
         f"| {name} | {what} | {budget / GIB:.2f} | {their_s * 1e3:.1f} | {our_s * 1e3:.1f}"
-        f" ({peak / GIB:.2f}{over}) | {our_s / their_s:.3f} | {fitted.plan.predicted_s * 1e3:.1f} |"
-        f" {fit_s:.1f} | {won} |"
+        f" ({peak / GIB:.2f}{over}) | {ratio:.3f} | {fitted.plan.predicted_s * 1e3:.1f} |"
+        f" {fit_s:.1f} ({25 * bench.plain_s + 3:.1f}) | {won} |"
     )
     print(line, flush=True)
     print("   ", fitted.plan.describe_units(), fitted.verification.race, flush=True)
@@ -262,7 +278,7 @@ def compare(name: str, bench: Bench, num_rounds: int, compiles: bool) -> list[st
     """All comparisons of one model."""
     bench.checkpoint(None)
     plain = bench.peak_bytes()
-    plain_s = statistics.median(bench.time_s() for _ in range(3))
+    bench.plain_s = statistics.median(bench.time_s() for _ in range(3))
     found: dict[int, tuple[int, float]] = {}
     for every in (1, 2, 3, 4, 6):
         bench.checkpoint(every)
@@ -270,7 +286,7 @@ def compare(name: str, bench: Bench, num_rounds: int, compiles: bool) -> list[st
     least = found[1][0]
     half = (least + plain) // 2
     print(
-        f"{name}: plain {plain / GIB:.2f} GiB, {plain_s * 1e3:.1f} ms; every layer {least / GIB:.2f} GiB",
+        f"{name}: plain {plain / GIB:.2f} GiB, {bench.plain_s * 1e3:.1f} ms; every layer {least / GIB:.2f} GiB",
         flush=True,
     )
     lines = [row(name, "every layer", bench, least, lambda: bench.checkpoint(1), "auto", num_rounds)]
@@ -308,24 +324,9 @@ def compiled(name: str, bench: Bench, num_rounds: int) -> str:
     calls = {layer: layer._compiled_call_impl for layer in bench.layers}
     bench.compile_layers(False)
     what = f"every layer, compiled (built in {build_s:.0f} s)"
-    fitted, fit_s = bench.fit(peak, "compiled")
-    our_peak = bench.peak_bytes()
-
-    def ours() -> None:
-        bench.checkpoint(None)
-        bench.compile_layers(False)
-        recoup.apply(bench.model, fitted.plan)
-
-    their_s, our_s = interleaved(bench, [use, ours], num_rounds)
-    over = " **over**" if our_peak > peak else ""
+    line = row(name, what, bench, peak, use, "compiled", num_rounds)
     bench.checkpoint(None)
     bench.compile_layers(False)
-    line = (
-        f"| {name} | {what} | {peak / GIB:.2f} | {their_s * 1e3:.1f} | {our_s * 1e3:.1f}"
-        f" ({our_peak / GIB:.2f}{over}) | {our_s / their_s:.3f} | {fitted.plan.predicted_s * 1e3:.1f} |"
-        f" {fit_s:.1f} | |"
-    )
-    print(line, flush=True)
     return line
 
 
@@ -343,10 +344,11 @@ def main() -> None:
     lines = [
         f"# Models of transformers on {name}",
         "",
-        f"{today}, torch {torch.__version__}, transformers {transformers.__version__}, bfloat16 on a GPU. Medians of"
-        f" {options.rounds} interleaved steps. `python benchmarks/transformers_models.py`.",
+        f"{today}, torch {torch.__version__}, transformers {transformers.__version__}, bfloat16 on a GPU."
+        f" The fastest of three steps in turn; medians of {options.rounds} rounds, and of the rounds' ratios."
+        " `python benchmarks/transformers_models.py`. In brackets behind the seconds of a fit: 25 plain steps and 3 s.",
         "",
-        "| model | by hand | budget GiB | ms | recoup ms (GiB) | ratio | predicted ms | fit s | race won by |",
+        "| model | by hand | budget GiB | ms | recoup ms (GiB) | ratio | predicted ms | fit s (limit) | race won by |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     path = (
