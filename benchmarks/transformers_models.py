@@ -244,8 +244,8 @@ def interleaved(bench: Bench, use: Callable[[], Any], ours: Callable[[], Any], n
             bench.time_s()  # after a change the first step may differ
             seconds.append(min(bench.time_s() for _ in range(3)))
         rounds.append(seconds)
-    medians = [statistics.median(one) for one in zip(*rounds, strict=True)]
-    return Turns(*medians, statistics.median(our_s / their_s for their_s, our_s in rounds))
+    their_s, our_s = (statistics.median(one) for one in zip(*rounds, strict=True))
+    return Turns(their_s, our_s, statistics.median(our_s / their_s for their_s, our_s in rounds))
 
 
 def row(

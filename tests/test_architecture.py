@@ -60,6 +60,7 @@ ALLOWED = {
     },
     "batching": {"budgets", "devices", "fitting", "measuring", "model", "planning", "plans", "tensors"},
     "demo": {"fitting", "measuring"},
+    "integrations": {"engines", "fitting", "plans", "report", "snapshot", "tensors"},
     "cli": {"auditing", "batching", "demo", "engines", "fitting", "measuring", "model", "planning", "plans"},
     "__main__": {"cli"},
 }

@@ -242,8 +242,8 @@ class _Known:
 _known: dict[int, _Known] = {}
 
 
-def _remove(key: int, reference: Any) -> None:
-    _known.pop(key, None)
+def _remove(key: int, reference: Any, known: dict[int, _Known] = _known) -> None:
+    known.pop(key, None)  # an argument: modules may outlive the names of this file, when Python ends
 
 
 def note_tree(root: Module) -> TreeState | None:

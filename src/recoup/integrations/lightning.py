@@ -1,0 +1,140 @@
+"""Lightning: a callback that fits the module when training starts.
+
+NOTE [ What Lightning's step is made of ]
+    1. The plan is made in `on_train_start`: precision and strategy are set up, and optimizers exist.
+    2. The step is the strategy's `training_step`, which enters the precision's context and goes through the wrapper
+       of several ranks, and the module's own `backward`. What it logs while it is measured is dropped.
+    3. Lightning clears gradients between forward and backward: those of the last step are there in the forward.
+    4. The plan is part of the callback's state, so it is in every checkpoint. A run that is resumed with the same
+       budget applies it without measuring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from recoup.engines import apply
+from recoup.errors import ApplyError, FitError
+from recoup.fitting import Fitted, fit
+from recoup.integrations.batches import largest_batch_of
+from recoup.integrations.missing import not_installed
+from recoup.integrations.outcome import figures, headline, write_outcome
+from recoup.plans import ModelPlan
+from recoup.progress import showing
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities import rank_zero_info
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+except ImportError:
+    raise not_installed("lightning") from None
+
+__all__ = ["RecoupCallback"]
+
+
+class RecoupCallback(Callback):
+    """Fits the module into a budget when training starts, in place: ``Trainer(callbacks=[RecoupCallback("8GiB")])``.
+
+    Args:
+        budget: as for `recoup.fit`: ``"8GiB"``, ``"80%"``, or ``"auto"``, what is free less a margin.
+        sample: a batch as the loader yields it, to plan for; unless given, the largest of a few.
+        num_batches: how many batches are looked at.
+        options: further arguments of `recoup.fit`, such as ``engine=`` and ``units=``.
+
+    Attributes:
+        fitted: what `recoup.fit` returned; ``None`` before training, and where the plan is that of a checkpoint.
+        plan: that is applied.
+    """
+
+    def __init__(
+        self, budget: int | str = "auto", *, sample: Any = None, num_batches: int = 4, **options: Any
+    ) -> None:
+        self.budget, self.sample, self.num_batches, self.options = budget, sample, num_batches, options
+        self.fitted: Fitted | None = None
+        self.plan: ModelPlan | None = None
+        self._resumed: ModelPlan | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, for a checkpoint."""
+        return {} if self.plan is None else {"budget": self.budget, "plan": self.plan.to_json()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the plan of a checkpoint, if it was made for the same budget."""
+        if state_dict.get("budget") == self.budget:
+            self._resumed = ModelPlan.from_json(state_dict["plan"])
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Applies the plan of a checkpoint, or fits the module."""
+        model = trainer.strategy.model
+        if self._resumed is not None:
+            try:
+                apply(model, self._resumed)
+                self.plan = self._resumed
+                rank_zero_info("recoup: the plan of the checkpoint is applied.")
+                return
+            except ApplyError as error:
+                rank_zero_info(
+                    f"recoup: the checkpoint's plan is not for this module ({error}); it is made anew."
+                )
+        if not pl_module.automatic_optimization:
+            raise FitError(
+                "RecoupCallback runs Lightning's own step, and this module optimizes manually. Call recoup.fit with"
+                " step= in its on_train_start instead, and leave the callback out."
+            )
+        step = _step_of(trainer, pl_module, self._batch(trainer))
+        with showing(trainer.progress_bar_callback is not None), _without_logging(pl_module):
+            self.fitted = fit(
+                model,
+                step=step,
+                budget=self.budget,
+                optimizer=trainer.optimizers,
+                accumulates=True,
+                **self.options,
+            )
+        self.plan = self.fitted.plan
+        rank_zero_info(f"recoup: {headline(self.fitted)}")
+        for logger in trainer.loggers:
+            logger.log_metrics(figures(self.fitted), step=trainer.global_step)
+        if trainer.is_global_zero and trainer.loggers and trainer.log_dir is not None:
+            write_outcome(self.fitted, trainer.log_dir)
+
+    def _batch(self, trainer: Any) -> Any:
+        batch = self.sample
+        if batch is None:
+            batch = largest_batch_of(trainer.train_dataloader, num_batches=self.num_batches)
+        batch = trainer.precision_plugin.convert_input(batch)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _step_of(trainer: Any, module: Any, batch: Any) -> Any:
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    given = (batch, 0) if takes_index else (batch,)
+
+    def step() -> None:
+        output = trainer.strategy.training_step(*given)
+        if output is None:
+            raise FitError(
+                "training_step returned None, as it does to skip a batch: give sample=, one that it trains on."
+            )
+        loss: Tensor = output if isinstance(output, Tensor) else output["loss"]
+        module.backward(loss / trainer.accumulate_grad_batches)
+
+    return step
+
+
+@contextmanager
+def _without_logging(module: Any) -> Iterator[None]:
+    """Lightning takes no values while no loop runs, and a step that is measured would log some."""
+
+    def drop(*args: Any, **kwargs: Any) -> None:
+        """Takes what ``self.log`` is given."""
+
+    module.__dict__.update(log=drop, log_dict=drop)
+    try:
+        yield
+    finally:
+        del module.__dict__["log"], module.__dict__["log_dict"]

@@ -1,0 +1,127 @@
+"""transformers' `Trainer`: a callback that fits its model when training begins.
+
+NOTE [ When the plan is made ]
+    1. In `on_train_begin`: by then the model is on its device, wrapped and cast, and the optimizer is the one that
+       steps. The step is the trainer's own `training_step`, with its loss, precision, accumulation and label smoothing.
+    2. The batch is the largest of a few, made by the trainer's collator of rows from all over its dataset. Its loader
+       is not touched, so training sees the same batches as without a plan.
+    3. Every call of ``train()`` plans anew: batch size, precision or data may have changed in between.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+from recoup.errors import FitError
+from recoup.fitting import Fitted, fit
+from recoup.integrations.attributes import attributes_held
+from recoup.integrations.batches import largest_batch_of
+from recoup.integrations.missing import not_installed
+from recoup.integrations.outcome import figures, headline, write_outcome
+from recoup.integrations.too_large import as_out_of_memory
+from recoup.progress import showing
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.utils import logging
+except ImportError:
+    raise not_installed("transformers") from None
+
+__all__ = ["RecoupCallback", "fit_trainer"]
+
+_logger = logging.get_logger("transformers.recoup")
+
+
+class RecoupCallback(TrainerCallback):
+    """Fits the trainer's model into a budget when training begins, in place: ``Trainer(callbacks=[RecoupCallback()])``.
+
+    Gradient checkpointing of the trainer's own is replaced by the plan. The plan and its report are written into the
+    output folder, and its figures to wherever the trainer logs.
+
+    Args:
+        budget: as for `recoup.fit`: ``"8GiB"``, ``"80%"``, or ``"auto"``, what is free less a margin.
+        sample: a batch as the loader yields it, to plan for; unless given, the largest of a few.
+        num_batches: how many batches are looked at.
+        options: further arguments of `recoup.fit`, such as ``engine=`` and ``units=``.
+
+    Attributes:
+        fitted: what `recoup.fit` returned; ``None`` before training.
+    """
+
+    def __init__(
+        self, budget: int | str = "auto", *, sample: Any = None, num_batches: int = 4, **options: Any
+    ) -> None:
+        self.budget, self.sample, self.num_batches, self.options = budget, sample, num_batches, options
+        self.fitted: Fitted | None = None
+        self._trainer: weakref.ref[Any] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fits the model; everything that `recoup.fit` raises ends the training before it begins."""
+        trainer = (self._trainer and self._trainer()) or _trainer_around()
+        _replace_checkpointing(trainer.model)
+        batch = self.sample
+        if batch is None:
+            loader = given["train_dataloader"]
+            batch = largest_batch_of(loader, num_batches=self.num_batches, batch_size=args.train_batch_size)
+        model = trainer.model_wrapped
+        model.train()
+        num_steps = args.gradient_accumulation_steps
+        trainer.current_gradient_accumulation_steps = num_steps  # which the loop sets before every step
+        [batch], num_items = trainer.get_batch_samples(iter([batch]), 1, args.device)
+
+        def step() -> None:
+            trainer.training_step(model, dict(batch), num_items)
+
+        too_large = as_out_of_memory() if args.auto_find_batch_size else nullcontext()
+        with showing(not args.disable_tqdm), too_large, attributes_held(trainer):
+            self.fitted = fit(
+                model,
+                step=step,
+                budget=self.budget,
+                optimizer=trainer.optimizer,
+                accumulates=num_steps > 1,
+                **self.options,
+            )
+        _logger.info(headline(self.fitted))
+        trainer.log(figures(self.fitted))
+        if state.is_world_process_zero and args.output_dir is not None:
+            write_outcome(self.fitted, args.output_dir)
+
+
+def fit_trainer(trainer: Any, budget: int | str = "auto", **options: Any) -> RecoupCallback:
+    """Lets a trainer fit its model when it begins to train; returns the callback, which has ``fitted`` then.
+
+    Args:
+        trainer: a `transformers.Trainer`, or a subclass such as TRL's.
+        budget: as for `recoup.fit`.
+        options: of `RecoupCallback`.
+    """
+    callback = RecoupCallback(budget, **options)
+    callback._trainer = weakref.ref(trainer)
+    trainer.add_callback(callback)
+    return callback
+
+
+def _trainer_around() -> Any:
+    """The trainer that calls a callback, which is not among a callback's arguments."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    raise FitError(
+        "RecoupCallback was called by something else than a transformers.Trainer. Give it the trainer:"
+        " fit_trainer(trainer, budget=…)."
+    )
+
+
+def _replace_checkpointing(model: Any) -> None:
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()
+        _logger.warning(
+            "gradient_checkpointing=True is replaced by recoup's plan, which decides what to recompute."
+        )

@@ -1,0 +1,114 @@
+"""`RecoupCallback` in Lightning's Trainer: the same weights as without it, and the plan in every checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from everyday.subjects import assert_same, state_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from recoup.engines import is_applied
+from recoup.errors import FitError
+from recoup.integrations.lightning import RecoupCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers and loggers
+
+BUDGET = "1.25MiB"
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+class Classifier(lightning.LightningModule):
+    """Its step calls two networks, and not the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), *(block() for _ in range(4)))
+        self.head = nn.Linear(32, 10)
+        self.num_steps = 0
+
+    def training_step(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        self.num_steps += 1
+        loss = nn.functional.cross_entropy(self.head(self.body(inputs)), targets)
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"again": loss})
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def run(
+    *callbacks: lightning.Callback, module: Any = None, path: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    module = module or Classifier()
+    data = TensorDataset(torch.randn(768, 16), torch.randint(10, (768,)))
+    options = {"max_epochs": 1, "enable_checkpointing": False, "logger": False} | options
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    torch.manual_seed(1)
+    trainer.fit(module, DataLoader(data, batch_size=256, shuffle=True), ckpt_path=path, weights_only=False)
+    return trainer, module
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}])
+def test_weights_are_those_without_a_plan(options: dict[str, Any]) -> None:
+    callback = RecoupCallback(BUDGET, race=False)
+    _, plain = run(**options)
+    _, fitted = run(callback, **options)
+    assert_same(state_of(plain), state_of(fitted))
+    assert plain.num_steps == fitted.num_steps == 3
+    assert is_applied(fitted)
+    assert callback.fitted is not None
+    assert callback.fitted.verification is not None
+    assert callback.fitted.verification.peak_bytes <= callback.fitted.plan.budget_bytes
+    assert any("recompute" in label for _, label in callback.fitted.plan.describe_units())
+
+
+def test_the_plan_is_saved_with_the_checkpoint_and_reused(tmp_path: Path) -> None:
+    first = RecoupCallback(BUDGET, race=False)
+    trainer, _ = run(first, enable_checkpointing=True, default_root_dir=tmp_path)
+    path = trainer.checkpoint_callback.best_model_path
+    resumed = RecoupCallback(BUDGET, race=False)
+    _, module = run(resumed, path=path, max_epochs=2)
+    assert is_applied(module)
+    assert resumed.fitted is None
+    assert first.plan is not None
+    assert resumed.plan is not None
+    assert resumed.plan.to_json() == first.plan.to_json()
+    _, plain = run(path=path, max_epochs=2)
+    assert_same(state_of(plain), state_of(module))
+    other = RecoupCallback("1.5MiB", race=False)
+    run(other, path=path, max_epochs=2)
+    assert other.fitted is not None
+
+
+def test_figures_go_to_the_loggers(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    run(RecoupCallback(BUDGET, race=False), logger=CSVLogger(tmp_path))
+    [folder] = (tmp_path / "lightning_logs").iterdir()
+    assert "recoup/peak_gib" in (folder / "metrics.csv").read_text()
+    assert (folder / "recoup_plan.json").exists()
+    assert (folder / "recoup_report.html").exists()
+
+
+def test_manual_optimization_is_refused() -> None:
+    module = Classifier()
+    module.automatic_optimization = False
+    with pytest.raises(FitError, match=r"optimizes manually. Call recoup.fit with step="):
+        run(RecoupCallback(BUDGET), module=module)

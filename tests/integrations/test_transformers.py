@@ -1,0 +1,272 @@
+"""`RecoupCallback` in transformers' Trainer: the same losses as without it, a peak under the budget."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from everyday.subjects import assert_same, gpt2, peak_bytes, state_of
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from recoup.engines import is_applied
+from recoup.errors import BudgetError, SampleError
+from recoup.integrations.batches import largest_batch_of
+from recoup.integrations.transformers import RecoupCallback, fit_trainer
+from recoup.plans import ModelPlan
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
+]
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of different lengths."""
+
+    def __init__(self, num_rows: int = 24) -> None:
+        generator = torch.Generator().manual_seed(3)
+        lengths = [6 + 17 * index % 26 for index in range(num_rows)]
+        self.rows = [torch.randint(20, (length,), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[index]}
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    tokens = nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+class Losses(TrainerCallback):
+    """Every loss that is logged."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        self.losses += [logs["loss"]] if "loss" in logs else []
+
+
+def trainer_for(
+    folder: Path, *callbacks: TrainerCallback, kind: type[Trainer] = Trainer, make: Any = gpt2, **options: Any
+) -> Trainer:
+    torch.manual_seed(0)
+    options = {"save_strategy": "no", "max_steps": 3, "per_device_train_batch_size": 4} | options
+    arguments = TrainingArguments(
+        str(folder), report_to=[], disable_tqdm=True, logging_steps=1, use_cpu=True, **options
+    )
+    model, rows = make(), Rows()
+    trainer = kind(
+        model=model, args=arguments, train_dataset=rows, data_collator=padded, callbacks=list(callbacks)
+    )
+    torch.manual_seed(1)
+    return trainer
+
+
+def budget_for(make: Callable[[], Any] = gpt2, share: float = 0.75) -> int:
+    """Between what stays and the plain peak of a step on the largest batch, AdamW's state included."""
+    model = make().train()
+    batch = padded([Rows()[index] for index in (0, 2, 4, 6)])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    num_bytes = sum(p.nbytes for p in model.parameters())
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return int(share * (peak_bytes(step) + num_bytes))
+
+
+def lora() -> Any:
+    return get_peft_model(
+        gpt2(), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    )
+
+
+class Squared(Trainer):
+    """A loss of the user's own."""
+
+    def compute_loss(self, model: Any, inputs: Any, **given: Any) -> Any:
+        return super().compute_loss(model, inputs, **given).square()
+
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "checkpointing on": {"gradient_checkpointing": True},
+    "bf16, accumulation, smoothing": {
+        "bf16": True,
+        "gradient_accumulation_steps": 2,
+        "label_smoothing_factor": 0.1,
+    },
+    "LoRA": {"make": lora},
+    "a loss of its own": {"kind": Squared},
+}
+
+
+@pytest.mark.parametrize("options", SITUATIONS.values(), ids=SITUATIONS.keys())
+def test_losses_and_weights_are_those_without_a_plan(options: dict[str, Any], tmp_path: Path) -> None:
+    make = options.get("make", gpt2)
+    ends = []
+    callback = RecoupCallback(budget_for(make, 0.85), race=False)
+    for callbacks in ([], [callback]):
+        noted = Losses()
+        trainer = trainer_for(tmp_path / str(len(callbacks)), noted, *callbacks, **options)
+        trainer.train()
+        ends.append((noted.losses, state_of(trainer.model)))
+    assert len(ends[0][0]) == 3
+    assert ends[0][0] == ends[1][0]
+    assert_same(ends[0][1], ends[1][1])
+    assert callback.fitted is not None
+    assert callback.fitted.verification is not None
+    assert callback.fitted.verification.peak_bytes <= callback.fitted.plan.budget_bytes
+    assert is_applied(trainer.model)
+
+
+def test_checkpointing_is_replaced_and_that_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, listener = logging.getLogger("transformers.recoup"), Listener()
+    logger.addHandler(listener)
+    try:
+        callback = RecoupCallback(budget_for(), race=False)
+        trainer = trainer_for(tmp_path, callback, gradient_checkpointing=True, max_steps=1)
+        trainer.train()
+    finally:
+        logger.removeHandler(listener)
+    assert not trainer.model.is_gradient_checkpointing
+    assert any("gradient_checkpointing=True is replaced by recoup's plan" in line for line in said)
+
+
+def test_the_plan_and_its_report_are_where_the_trainer_logs(tmp_path: Path) -> None:
+    budget = budget_for()
+    trainer = trainer_for(tmp_path, RecoupCallback(budget, race=False), max_steps=1)
+    trainer.train()
+    plan = ModelPlan.from_json((tmp_path / "recoup_plan.json").read_text())
+    assert plan.budget_bytes == budget
+    assert "<html" in (tmp_path / "recoup_report.html").read_text()
+    logged = trainer.state.log_history[0]
+    assert logged["recoup/budget_gib"] == budget / 2**30
+    assert logged["recoup/peak_gib"] <= logged["recoup/budget_gib"]
+    assert json.loads(json.dumps(trainer.state.log_history))
+
+
+def test_resume_and_evaluation_in_between(tmp_path: Path) -> None:
+    def run(name: str, *stops: int, fits: bool) -> dict[str, Tensor]:
+        folder = tmp_path / name
+        for stop in stops:
+            callbacks = [RecoupCallback(budget_for(), race=False)] if fits else []
+            trainer = trainer_for(folder, *callbacks, max_steps=stop, save_strategy="steps", save_steps=2)
+            trainer.evaluate(Rows(4))
+            trainer.train(resume_from_checkpoint=stop > stops[0])
+            trainer.evaluate(Rows(4))
+        trainer.model.save_pretrained(folder / "saved")
+        assert (folder / "saved" / "model.safetensors").exists()
+        return state_of(trainer.model)
+
+    assert_same(run("plain", 2, 4, fits=False), run("fitted", 2, 4, fits=True))
+
+
+def test_fit_trainer_twice_in_one_process(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, max_steps=1)
+    callback = fit_trainer(trainer, budget_for(), race=False)
+    assert callback.fitted is None
+    trainer.train()
+    first = callback.fitted
+    trainer.train()
+    assert first is not None
+    assert callback.fitted is not None
+    assert callback.fitted is not first
+    assert callback.fitted.plan.budget_bytes == first.plan.budget_bytes
+
+
+def test_a_refusal_makes_the_batch_smaller_where_the_trainer_looks_for_one(tmp_path: Path) -> None:
+    options = {"max_steps": 1, "per_device_train_batch_size": 1}
+    with pytest.raises(BudgetError, match="the smallest feasible budget is"):
+        trainer_for(tmp_path, RecoupCallback(1000, race=False), **options).train()
+    trainer = trainer_for(tmp_path, RecoupCallback(1000, race=False), auto_find_batch_size=True, **options)
+    with pytest.raises(RuntimeError, match="No executable batch size found"):  # there is none below 1
+        trainer.train()
+
+
+def test_metrics_of_the_trainers_own_do_not_count_measured_steps(tmp_path: Path) -> None:
+    class Counting(Trainer):
+        num_calls = 0
+        seen: list[int]
+
+        def compute_loss(self, model: Any, inputs: Any, **given: Any) -> Any:
+            self.num_calls += 1
+            self.seen.append(self.num_calls)
+            return super().compute_loss(model, inputs, **given)
+
+    trainer: Any = trainer_for(tmp_path, RecoupCallback(budget_for(), race=False), kind=Counting)
+    trainer.seen = []
+    trainer.train()
+    assert trainer.num_calls == 3
+    assert trainer.seen == [1, 2, 3]
+
+
+# Batches
+
+
+def test_the_largest_of_a_few_batches_and_no_random_number_drawn() -> None:
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=padded)
+    state = torch.get_rng_state()
+    batch = largest_batch_of(loader, num_batches=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    rows = [Rows()[index * 2]["input_ids"] for index in range(12)]
+    longest = max(max(len(row) for row in rows[first : first + 4]) for first in (0, 4, 8))
+    assert batch["input_ids"].shape == (4, longest)
+
+
+def test_data_that_can_be_read_only_once_are_not_read() -> None:
+    class Once(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            raise AssertionError("read")
+
+    loader = torch.utils.data.DataLoader(Once(), batch_size=2)
+    with pytest.raises(SampleError, match=r"can be read only once.*give sample="):
+        largest_batch_of(loader, num_batches=1)
+    with pytest.raises(SampleError, match="The training data are empty"):
+        largest_batch_of(torch.utils.data.DataLoader([], batch_size=2), num_batches=1)
+
+
+def test_an_iterable_dataset_is_begun_anew() -> None:
+    class Again(IterableDataset[Tensor]):
+        def __iter__(self) -> Any:
+            return iter(torch.ones(5, 3))
+
+    loader = torch.utils.data.DataLoader(Again(), batch_size=2)
+    assert largest_batch_of(loader, num_batches=2).shape == (2, 3)
+
+
+# Without the library
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning", "accelerate"])
+def test_a_missing_library_has_its_command(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"recoup.integrations.{library}", raising=False)
+    with pytest.raises(ImportError, match=rf"needs {library}: pip install 'recoup\[{library}\]'"):
+        __import__(f"recoup.integrations.{library}")
