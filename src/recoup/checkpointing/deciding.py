@@ -19,29 +19,34 @@ class DecidingSite:
         decides: whether any call has made a decision.
     """
 
-    __slots__ = ("_is_known", "_num_calls", "decides", "reference")
+    __slots__ = ("_gap", "_is_known", "_num_left", "decides", "reference")
 
     def __init__(self, site: Any) -> None:
         self.decides = self._is_known = False
-        self._num_calls = 0
+        self._num_left, self._gap = 0, 1
+        """Calls until the next one that is watched, and from that to the one after it."""
         self.reference = weakref.ref(site, functools.partial(_remove, id(site)))
 
     def is_watched(self) -> bool:
         """Whether the next call is watched: the first, the 2nd, 4th, 8th, …, and all once a decision was found.
 
-        Calls in replays and in measurements are not counted: of these only those before the first are watched.
+        Of calls in replays and in measurements none is watched but the first.
         """
+        if self._num_left:  # the usual case first: this runs in every call
+            self._num_left -= 1
+            return False
         if self.decides:
             return True
         if depth() or not is_sampling_as_usual():
             return not self._is_known
-        self._num_calls += 1
-        return self._num_calls & (self._num_calls - 1) == 0
+        self._num_left, self._gap = self._gap - 1, 2 * self._gap
+        return True
 
     def note(self, num_decisions: int) -> None:
         """Notes what a watched call has shown."""
         self._is_known = True
-        self.decides = self.decides or num_decisions > 0
+        if num_decisions:
+            self.decides, self._num_left = True, 0
 
 
 # By identity, since modules may be compared by their contents.

@@ -93,7 +93,13 @@ class Region:
 
 
 class Recording(Region):
-    """A forward: what it decides is kept."""
+    """A forward: what it decides is kept.
+
+    Attributes:
+        kept: what a replay is given instead of computing it anew.
+        most_bytes: decisions up to this size are kept.
+        num_decisions: the number of decisions, beside what the user keeps.
+    """
 
     __slots__ = ("most_bytes", "num_decisions")
 

@@ -35,7 +35,7 @@ from recoup.checkpointing import mismatch, process_lock
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
 from recoup.checkpointing.deciding import deciding_site
-from recoup.checkpointing.decisions import Handing, Kept, Recording, most_bytes_of, run_in
+from recoup.checkpointing.decisions import Handing, Recording, most_bytes_of, run_in
 from recoup.checkpointing.digest import Digest, digest_of_saved, packed
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
@@ -65,8 +65,8 @@ class Leaf:
         self.version = tensor._version
 
 
-class Frame:
-    """What is left of a checkpointed call: the function, its arguments, its environment, and records.
+class Frame(Recording):
+    """What is left of a checkpointed call: the function, its arguments, its environment, records, and what it keeps.
 
     Attributes:
         options: of the checkpoint.
@@ -77,13 +77,11 @@ class Frame:
         leaves: those that are held as they are, by position among the call's own.
         is_settled: whether the forward has ended.
         runs_backward: whether the function runs a backward inside.
-        kept: what a replay is given instead of computing it anew.
-        decides: whether decisions are among them, beside what the user keeps.
     """
 
     __slots__ = (
         "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_site", "_state",
-        "arguments", "decides", "first", "fn", "is_settled", "kept", "leaves", "options", "records", "runs_backward",
+        "arguments", "first", "fn", "is_settled", "leaves", "options", "records", "runs_backward",
     )  # fmt: skip
 
     def __init__(
@@ -97,8 +95,8 @@ class Frame:
         self.options, self.fn, self.arguments, self.first = options, fn, arguments, first
         self.records: list[Record] = []
         self.leaves: dict[int, Tensor] = {}
-        self.is_settled = self.runs_backward = self.decides = False
-        self.kept: list[Kept] = []
+        self.is_settled = self.runs_backward = False
+        self.kept, self.most_bytes, self.num_decisions = [], 0, 0
         # Contexts may keep results of operations themselves, and then must see all of these.
         watches = options.keep_decisions and replay_context is None
         self._site = deciding_site(fn) if watches else None
@@ -120,12 +118,11 @@ class Frame:
 
     def run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward, and keeps what it decides."""
-        watches = self._site is not None and self._site.is_watched()
-        region = Recording(self.kept, most_bytes_of((args, kwargs)) if watches else 0)
-        output = run_in(region, self.fn, args, kwargs, watches=watches)
-        if watches and self._site is not None:
-            self._site.note(region.num_decisions)
-            self.decides = region.num_decisions > 0
+        if self._site is None or not self._site.is_watched():
+            return run_in(self, self.fn, args, kwargs, watches=False)
+        self.most_bytes = most_bytes_of((args, kwargs))
+        output = run_in(self, self.fn, args, kwargs, watches=True)
+        self._site.note(self.num_decisions)
         return output
 
     def run_again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -134,7 +131,7 @@ class Frame:
             return self.fn(*args, **kwargs)
         refuse = partial(mismatch.decided_otherwise, self.fn)
         region = Handing(self.kept, refuse, may_go_on=not self.is_settled)
-        return run_in(region, self.fn, args, kwargs, watches=self.decides)
+        return run_in(region, self.fn, args, kwargs, watches=self.num_decisions > 0)
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
