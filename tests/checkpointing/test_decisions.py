@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import recoup
 from recoup import Checkpoint, checkpoint
 from recoup.checkpointing import Group, Span, deciding, decisions
+from recoup.checkpointing.decisions import ALL, Functions
 from recoup.errors import ReplayMismatchError
 
 NUM_TIES = 100
@@ -294,34 +295,56 @@ def test_a_replay_that_decides_more() -> None:
 # Who is watched
 
 
-def watched_calls(monkeypatch: pytest.MonkeyPatch, fn: Callable[[Tensor], Tensor], num: int) -> list[int]:
-    watched: list[bool] = []
+def watched_in(
+    monkeypatch: pytest.MonkeyPatch, fn: Callable[[Tensor], Tensor], num: int
+) -> list[decisions.Functions | None]:
+    """What is watched in each of some calls."""
+    found: list[decisions.Functions | None] = []
     real = decisions.run_in
 
-    def noted(region: Any, *args: Any, watches: bool) -> Any:
+    def noted(region: Any, *args: Any, watched: decisions.Functions | None) -> Any:
         if isinstance(region, decisions.Recording):
-            watched.append(watches)
-        return real(region, *args, watches=watches)
+            found.append(watched)
+        return real(region, *args, watched=watched)
 
     monkeypatch.setattr("recoup.checkpointing.frame.run_in", noted)
     for _ in range(num):
         checkpoint(fn, torch.randn(3, 4, requires_grad=True)).sum().backward()
-    return [number for number, is_watched in enumerate(watched, 1) if is_watched]
+    return found
 
 
 def test_functions_without_decisions_are_watched_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched_calls(monkeypatch, torch.sin, 40) == [1, 2, 4, 8, 16, 32]
+    found = watched_in(monkeypatch, torch.sin, 40)
+    assert [number for number, watched in enumerate(found, 1) if watched is ALL] == [1, 2, 4, 8, 16, 32]
+    assert all(watched in (None, ALL) for watched in found)
 
 
-def test_functions_with_decisions_are_watched_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched_calls(monkeypatch, lambda x: x.topk(2)[0].exp(), 5) == [1, 2, 3, 4, 5]
+def test_where_decisions_were_found_only_what_made_them_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Functions([Tensor.topk, Tensor.gt])
+    found = watched_in(monkeypatch, lambda x: x.topk(2)[0].exp() * (x > 0).any(), 6)
+    assert found == [ALL, ALL, inside, ALL, inside, inside]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_an_operation_that_no_function_of_torch_calls_is_watched_among_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted = torch.jit.script(_largest)
+    assert watched_in(monkeypatch, lambda x: scripted(x).exp(), 4) == [ALL] * 4
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.topk(2)[0]
 
 
 def test_a_function_that_begins_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(4, 4)
-    assert watched_calls(monkeypatch, layer, 3) == [1, 2]
+    assert watched_in(monkeypatch, layer, 3) == [ALL, ALL, None]
     layer.forward = lambda x: layer.weight.sum() * x.topk(2)[0].exp()  # type: ignore[method-assign]
-    assert watched_calls(monkeypatch, layer, 4) == [1, 2, 3, 4]  # its 4th call and those after it
+    assert watched_in(monkeypatch, layer, 2) == [
+        ALL,
+        Functions([Tensor.topk]),
+    ]  # its 4th call and those after it
 
 
 def test_contexts_of_others_see_all_operations() -> None:
@@ -404,6 +427,7 @@ def test_compiled_code_runs_compiled() -> None:
     compiled = torch.compile(lambda x: x.sin().exp() * 2, backend="aot_eager")
     x = torch.randn(5, 4, requires_grad=True)
     torch._dynamo.utils.counters.clear()
-    for _ in range(4):
+    for _ in range(12):
         checkpoint(lambda x: compiled(x) * x.argmax(), x).sum().backward()
-    assert torch._dynamo.utils.counters["frames"] == {"total": 1, "ok": 1}
+    # Function modes are part of what code is compiled for: once without any, once where all is watched, once inside.
+    assert torch._dynamo.utils.counters["frames"] == {"total": 3, "ok": 3}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.checkpointing.decisions import Kept, Recording, most_bytes_of, run_in
+from recoup.checkpointing.decisions import ALL, Kept, Recording, most_bytes_of, run_in
 from recoup.model.calls import hooks_on_all_modules
 from recoup.model.streaming import UnitCall
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
@@ -52,7 +52,7 @@ def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
     with _naming(call.module, current):
         push_saved_tensor_hooks(pack, unpack)
         try:
-            return run_in(region, call.fn, call.args, call.kwargs, watches=True), log
+            return run_in(region, call.fn, call.args, call.kwargs, watched=ALL), log
         finally:
             pop_saved_tensor_hooks()
 

@@ -1,4 +1,4 @@
-"""Which call sites make decisions: found out on their first calls, so that others are not watched in vain."""
+"""Which call sites make decisions, and by which functions: found out on a few calls, so that little is watched."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import weakref
 from typing import Any
 
+from recoup.checkpointing.decisions import ALL, Functions
 from recoup.checkpointing.replay import depth
 from recoup.checkpointing.sampling import is_sampling_as_usual, site_of
 
@@ -13,40 +14,37 @@ __all__ = ["DecidingSite", "deciding_site"]
 
 
 class DecidingSite:
-    """Where calls come from, and whether these make decisions.
+    """Where calls come from, and by which functions these make decisions."""
 
-    Attributes:
-        decides: whether any call has made a decision.
-    """
-
-    __slots__ = ("_gap", "_is_known", "_num_left", "decides", "reference")
+    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "reference")
 
     def __init__(self, site: Any) -> None:
-        self.decides = self._is_known = False
+        self._is_known = False
+        self._functions: Functions | None = None
         self._num_left, self._gap = 0, 1
         """Calls until the next one that is watched, and from that to the one after it."""
         self.reference = weakref.ref(site, functools.partial(_remove, id(site)))
 
-    def is_watched(self) -> bool:
-        """Whether the next call is watched: the first, the 2nd, 4th, 8th, …, and all once a decision was found.
+    def watched(self) -> Functions | None:
+        """What is watched in the next call: all in the first, 2nd, 4th, 8th, …, else the functions that have decided.
 
-        Of calls in replays and in measurements none is watched but the first.
+        Of calls in replays and in measurements, all is watched in the first only.
         """
         if self._num_left:  # the usual case first: this runs in every call
             self._num_left -= 1
-            return False
-        if self.decides:
-            return True
+            return self._functions
         if depth() or not is_sampling_as_usual():
-            return not self._is_known
+            return self._functions if self._is_known else ALL
         self._num_left, self._gap = self._gap - 1, 2 * self._gap
-        return True
+        return ALL
 
-    def note(self, num_decisions: int) -> None:
-        """Notes what a watched call has shown."""
+    def note(self, deciding: Functions | None) -> None:
+        """Notes which functions have decided in a call that was watched."""
         self._is_known = True
-        if num_decisions:
-            self.decides, self._num_left = True, 0
+        if deciding is ALL or self._functions is None:
+            self._functions = deciding
+        elif deciding is not None and self._functions is not ALL:
+            self._functions = Functions(deciding | self._functions)
 
 
 # By identity, since modules may be compared by their contents.

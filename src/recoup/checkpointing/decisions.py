@@ -10,8 +10,9 @@ NOTE [ Decisions are kept, values are recomputed ]
 2. Operations that select return values beside the indices. Their replay takes the values at the kept
    indices, from its own input: they are those of the forward if the inputs are, and gradients go where the forward's
    choice was.
-3. Decisions are recognised by a dispatch mode, which costs about 6 µs for each operation. It is on for the first call
-   of a call site and for those that are compared by content; for all of its calls once it has found a decision there.
+3. Decisions are recognised by a dispatch mode, which costs about 6 µs for each operation. It is on for the 1st, 2nd,
+   4th, 8th, … call of a call site, and finds out which of torch's functions, as the code calls them, decide there. In
+   all other calls it is on inside these functions only, which a function mode tells for about 1 µs a call.
 4. What is kept is numbered. The replay must decide in the same order, by the same operations on the same shapes.
 5. A decision that is larger than its share of the call's arguments is a mask over values rather than a choice. It
    is numbered but not kept, and the replay computes it anew.
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from recoup.checkpointing.deciding_operations import (
     ALWAYS_KEPT_BYTES,
@@ -44,7 +46,18 @@ from recoup.checkpointing.guard import is_unguarded
 from recoup.tensors import each_tensor
 from recoup.torch_private import OpOverload, WatchingMode, local_scalar
 
-__all__ = ["Handing", "Kept", "Recording", "Region", "most_bytes_of", "regions", "run_in"]
+__all__ = [
+    "ALL",
+    "Functions",
+    "Handing",
+    "Kept",
+    "Learning",
+    "Recording",
+    "Region",
+    "most_bytes_of",
+    "regions",
+    "run_in",
+]
 
 Decided: TypeAlias = "Tensor | bool | int | float"
 
@@ -211,16 +224,77 @@ def regions() -> tuple[Region, ...]:
     return _regions.stack
 
 
+class Functions(frozenset[Any]):
+    """Functions of torch, as the user's code calls them, that have decided at some call site."""
+
+
+ALL = Functions(["all"])
+"""Stands for everything: the call may decide anywhere."""
+
+
+class _WatchInside(TorchFunctionMode):
+    """Shows the operations of some functions to a region."""
+
+    def __init__(self, region: Region, functions: Functions) -> None:
+        super().__init__()
+        self._region, self._functions = region, functions
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs a function, watched if it is one of those."""
+        if func not in self._functions:
+            return func(*args, **(kwargs or {}))
+        with _Watch(self._region):
+            return func(*args, **(kwargs or {}))
+
+
+class Learning(TorchFunctionMode):
+    """Finds out which functions decide, while a region sees all operations."""
+
+    def __init__(self, region: Recording) -> None:
+        super().__init__()
+        self._region, self._found, self._num_seen = region, set[Any](), 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs a function, and looks whether the region has seen decisions meanwhile."""
+        before = self._region.num_decisions
+        result = func(*args, **(kwargs or {}))
+        if num_new := self._region.num_decisions - before:
+            self._found.add(func)
+            self._num_seen += num_new
+        return result
+
+    def functions(self) -> Functions:
+        """Those that decide; `ALL` if something else does, too, such as an operation that is called by its overload."""
+        return Functions(self._found) if self._num_seen == self._region.num_decisions else ALL
+
+
 def run_in(
-    region: Region, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, watches: bool
+    region: Region,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    watched: Functions | None,
 ) -> Any:
-    """Runs a function in a region, which sees its operations only if it ``watches``."""
+    """Runs a function in a region, which sees the operations of the ``watched`` functions of torch, or none."""
     before = _regions.stack
     _regions.stack = (*before, region) if region.is_inside else (region,)
     try:
-        if not watches:
+        if watched is None:
             return fn(*args, **kwargs)
-        with _Watch(region):
+        with _Watch(region) if watched is ALL else _WatchInside(region, watched):
             return fn(*args, **kwargs)
     finally:
         _regions.stack = before

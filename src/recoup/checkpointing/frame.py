@@ -35,7 +35,7 @@ from recoup.checkpointing import mismatch, process_lock
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
 from recoup.checkpointing.deciding import deciding_site
-from recoup.checkpointing.decisions import Handing, Recording, most_bytes_of, run_in
+from recoup.checkpointing.decisions import ALL, Functions, Handing, Learning, Recording, most_bytes_of, run_in
 from recoup.checkpointing.digest import Digest, digest_of_saved, packed
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
@@ -80,7 +80,7 @@ class Frame(Recording):
     """
 
     __slots__ = (
-        "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_site", "_state",
+        "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_site", "_state", "_watched",
         "arguments", "first", "fn", "is_settled", "leaves", "options", "records", "runs_backward",
     )  # fmt: skip
 
@@ -100,6 +100,7 @@ class Frame(Recording):
         # Contexts may keep results of operations themselves, and then must see all of these.
         watches = options.keep_decisions and replay_context is None
         self._site = deciding_site(fn) if watches else None
+        self._watched: Functions | None = None
         self._replay_context = replay_context
         reach = Reach(fn, arguments.others)
         self._state = None
@@ -118,11 +119,16 @@ class Frame(Recording):
 
     def run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward, and keeps what it decides."""
-        if self._site is None or not self._site.is_watched():
-            return run_in(self, self.fn, args, kwargs, watches=False)
+        watched = self._watched = None if self._site is None else self._site.watched()
+        if watched is None:
+            return run_in(self, self.fn, args, kwargs, watched=None)
         self.most_bytes = most_bytes_of((args, kwargs))
-        output = run_in(self, self.fn, args, kwargs, watches=True)
-        self._site.note(self.num_decisions)
+        if watched is not ALL:
+            return run_in(self, self.fn, args, kwargs, watched=watched)
+        with Learning(self) as learning:
+            output = run_in(self, self.fn, args, kwargs, watched=ALL)
+        assert self._site is not None
+        self._site.note(learning.functions() if self.num_decisions else None)
         return output
 
     def run_again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -131,7 +137,7 @@ class Frame(Recording):
             return self.fn(*args, **kwargs)
         refuse = partial(mismatch.decided_otherwise, self.fn)
         region = Handing(self.kept, refuse, may_go_on=not self.is_settled)
-        return run_in(region, self.fn, args, kwargs, watches=self.num_decisions > 0)
+        return run_in(region, self.fn, args, kwargs, watched=self._watched if self.num_decisions else None)
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
