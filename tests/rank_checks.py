@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
+from recoup.checkpointing.sampling import sampling
 from recoup.engines.real_steps import RealSteps
 from recoup.errors import BudgetError, FitError, SampleError
 from recoup.measuring.measure import begin_measurement, measure_step
@@ -35,7 +37,7 @@ from recoup.model.step import TrainingStep
 from recoup.planning import Schedule
 from recoup.plans.by_hand import plan_by_hand
 from recoup.plans.largest import largest_profile
-from recoup.policies import UniformSegments
+from recoup.policies import EveryN, UniformSegments
 from recoup.ranks import find_ranks
 
 
@@ -259,6 +261,38 @@ def sharded_in_segments(rank: int) -> None:
         assert plan.predicted_bytes == pytest.approx(peak_bytes, rel=0.01), plan.describe_units()
     with pytest.raises(SampleError, match="captures units with their parameters, which fully_shard divides"):
         recoup.fit(model, batch, budget="1GiB", loss=loss_of, engine="captured")
+
+
+def _parallelize(model: Net) -> Net:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def tensor_parallel(rank: int) -> None:
+    """Units with parameters and activations that are divided over ranks: their replays keep placements."""
+    batch = batch_of(0)
+    expected = _train(_parallelize(make_model()), batch)
+    model = _parallelize(make_model())
+    profile = recoup.measure(model, batch, loss=loss_of)
+    held = sum(local(p).nbytes for p in model.parameters())
+    assert profile.residents.gradient_bytes == held < sum(p.nbytes for p in model.parameters())
+    fitted = recoup.fit(model, batch, budget=find_ranks().largest(between(profile, 0.4)), loss=loss_of)
+    _assert_one_plan(fitted)
+    assert not fitted.plan.keeps_everything
+    assert fitted.verification.gradients == "bit-equal"
+    assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+    assert_same(_train(model, batch), expected)
+    # Arguments and outputs of these units are divided; and a span that feeds one the output of another.
+    for policy in (EveryN(2), UniformSegments(2)):
+        model = recoup.apply(_parallelize(make_model()), policy, units=["blocks.*.up", "blocks.*.down"])
+        with sampling("always"):
+            assert_same(_train(model, batch), expected)
+    profile = recoup.measure(
+        _parallelize(make_model()), batch, loss=loss_of, units=["blocks.*.up", "blocks.*.down"]
+    )
+    assert profile.residents.gradient_bytes == held
 
 
 def a_step_of_the_users(rank: int) -> None:

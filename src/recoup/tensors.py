@@ -22,15 +22,19 @@ __all__ = [
     "contents",
     "each_tensor",
     "graph_nodes",
+    "is_divided",
     "local_part",
     "make_tuple",
     "map_tensors",
     "named_outputs",
     "needing_gradient",
+    "num_bytes_of",
     "num_owners",
     "plain_tensors",
     "positional_names",
     "put_together",
+    "rebuilt",
+    "storage_of",
     "storages",
     "storages_of",
     "take_apart",
@@ -345,8 +349,33 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that is divided over ranks; any other tensor itself."""
+    return next(plain_tensors(tensor)) if is_divided(tensor) else tensor
+
+
+def rebuilt(tensor: Any, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """A wrapper subclass like the given one, with other parts."""
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    made = {name: make(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+    found: Tensor = type(tensor).__tensor_unflatten__(made, context, tensor.size(), tensor.stride())
+    return found
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether a tensor is divided over ranks, or on its way to others."""
     # By name: importing torch.distributed.tensor costs a second that most users never need.
-    return next(plain_tensors(tensor)) if type(tensor).__name__ == "DTensor" else tensor
+    return type(tensor).__name__ in ("DTensor", "AsyncCollectiveTensor")
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Bytes of its elements; of a tensor that is divided over ranks, this rank's."""
+    part = local_part(tensor)
+    return part.numel() * part.element_size()
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Its storage; of a tensor that is divided over ranks, this rank's."""
+    return local_part(tensor).untyped_storage()
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

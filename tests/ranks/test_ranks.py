@@ -13,6 +13,7 @@ from rank_checks import (
     sharded_after_planning,
     sharded_before_planning,
     sharded_in_segments,
+    tensor_parallel,
     unequal_ranks,
 )
 
@@ -24,7 +25,9 @@ def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
 
 
 def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, sharded_in_segments, sharded_before_planning, sharded_after_planning)
+    on_ranks(
+        2, tmp_path, tensor_parallel, sharded_in_segments, sharded_before_planning, sharded_after_planning
+    )
 
 
 def test_four_ranks(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from recoup.checkpointing.digest import Digest, are_same, digest, digest_of_save
 from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.checkpointing.sampling import never_again
 from recoup.errors import RecoupWarning
+from recoup.tensors import local_part
 from recoup.torch_private import WithoutDispatch
 
 __all__ = ["Compare", "Comparison", "Result", "compare_exactly", "is_close", "results_of"]
@@ -112,7 +113,8 @@ def results_of(tensors: list[Tensor]) -> list[Result]:
 
 
 def _some_values(tensor: Tensor) -> Tensor | None:
-    """A few values from all over a tensor of numbers."""
+    """A few values from all over a tensor of numbers; of one that is divided over ranks, from this rank's part."""
+    tensor = local_part(tensor)
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     if not is_plain or digest(tensor[:0] if tensor.dim() else tensor) is None:
         return None

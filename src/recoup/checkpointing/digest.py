@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from recoup.tensors import plain_tensors
 from recoup.torch_private import FakeTensor, WithoutDispatch, is_traceable_wrapper_subclass, transform_level
 
 __all__ = ["Digest", "are_same", "digest", "digest_of_saved", "is_same", "packed"]
@@ -40,7 +41,7 @@ def digest(tensor: Tensor) -> Digest:
     if type(tensor) not in (Tensor, Parameter):
         wrapper: Any = tensor
         if is_traceable_wrapper_subclass(wrapper):  # such as DTensor
-            return tuple(digest(getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0])
+            return tuple(map(digest, plain_tensors(tensor)))
         tensor = tensor.detach().as_subclass(Tensor)
     if (
         tensor.layout is not torch.strided

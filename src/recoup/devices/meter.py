@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import grad as run_grad
 
+from recoup.devices.processes import num_processes
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
 from recoup.tensors import tensors_in
@@ -159,6 +160,7 @@ class CpuMeter(Meter):
         """Counts the storages that are made in the block."""
         with self.make_tracker() as tracker:
             self._tracker = tracker
+            tracker.waits = num_processes() > 1
             try:
                 yield
             finally:
@@ -182,14 +184,17 @@ class CpuMeter(Meter):
         self.tracker.follow(storages)
 
     def live_bytes(self) -> int:
+        if self.tracker.waits:
+            self.tracker.wait()
         return self.tracker.current_bytes
 
     def peak_bytes(self) -> int:
         return self.tracker.peak_bytes
 
     def begin(self) -> int:
+        live_bytes = self.live_bytes()
         self.tracker.reset_peak()
-        return self.live_bytes()
+        return live_bytes
 
     def time_in_turn(
         self, runs: Sequence[Callable[[], Parts]], *, repeats: int = 1, warm_up: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recoup.sizes import format_bytes
-from recoup.tensors import storages
+from recoup.tensors import storage_of, storages
 from recoup.torch_private import WatchingMode, allocations_seen, is_traceable_wrapper_subclass
 
 __all__ = ["MemoryTracker"]
@@ -69,6 +70,8 @@ class MemoryTracker(WatchingMode):
         self.recent_peak_bytes = 0
         self._at_next: Callable[[], None] | None = None
         self._followed: list[torch.UntypedStorage] = []
+        #: Whether other threads may hold storages a moment longer than the code that counts.
+        self.waits = False
         # By id: a storage keeps its Python object until it is freed, which removes it here.
         self._seen: dict[int, _Seen] = {}
 
@@ -97,7 +100,7 @@ class MemoryTracker(WatchingMode):
             at_next: called before the next operation runs.
         """
         self._at_next = at_next
-        keys = {id(tensor.untyped_storage()) for tensor in tensors}
+        keys = {id(storage_of(tensor)) for tensor in tensors}
         for seen in self._seen.values():
             seen.is_recent = seen.key in keys
         self.recent_bytes = sum(self._seen[key].counted_bytes for key in keys if key in self._seen)
@@ -115,6 +118,17 @@ class MemoryTracker(WatchingMode):
             known = self._seen[id(storage)]
             if known.num_bytes != storage.nbytes():
                 self._resized(known, storage.nbytes())
+
+    def wait(self, until_bytes: int = 0) -> None:
+        """Lets other threads free what they hold without need: gloo's, a moment after a collective has ended.
+
+        Args:
+            until_bytes: no longer than until so much is left.
+        """
+        for _ in range(_NUM_WAITS):
+            time.sleep(_WAIT_S)
+            if self.current_bytes <= until_bytes:
+                return
 
     def living(self) -> list[torch.UntypedStorage]:
         """The storages that count and are not freed yet."""
@@ -163,6 +177,8 @@ class MemoryTracker(WatchingMode):
 
     def _at_peak(self, what: Any, before_bytes: int) -> str:
         """Notes a new peak; says so if it passes the limit."""
+        if self.waits and self.current_bytes > self.peak_bytes:
+            self.wait(until_bytes=self.peak_bytes)
         self.recent_peak_bytes = max(self.recent_peak_bytes, self.recent_bytes)
         if self.current_bytes > self.peak_bytes:
             if self.limit_bytes is not None and self.current_bytes > self.limit_bytes:
@@ -229,6 +245,7 @@ class MemoryTracker(WatchingMode):
             self.observer(self.current_bytes)
 
 
+_NUM_WAITS, _WAIT_S = 4, 0.0005
 # The result of torch.tensor is first seen as the argument of this operation; so is that of torch.from_numpy, whose
 # memory is NumPy's and cannot be resized.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default

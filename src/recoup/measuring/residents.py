@@ -6,7 +6,7 @@ from recoup.devices.meter import Meter
 from recoup.measuring.optimizer.cost import OptimizerCost, state_bytes_of
 from recoup.model.step import TrainingStep
 from recoup.plans.profile import Residents
-from recoup.tensors import needing_gradient, storages_of
+from recoup.tensors import needing_gradient, num_bytes_of, storages_of
 
 __all__ = ["find_residents"]
 
@@ -42,6 +42,6 @@ def find_residents(
         parameter_bytes,
         optimizer.state_bytes + optimizer.missing_bytes,
         other_bytes,
-        sum(parameter.nbytes for parameter in needing_gradient(list(model.parameters()))),
+        sum(map(num_bytes_of, needing_gradient(list(model.parameters())))),
         optimizer.transient_bytes,
     )

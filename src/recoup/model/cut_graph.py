@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad as run_grad
 
-from recoup.tensors import map_tensors, needing_gradient, tensors_in
+from recoup.tensors import is_divided, local_part, map_tensors, needing_gradient, rebuilt, tensors_in
 
 __all__ = ["anchored", "gradients_from", "seeded", "seeded_as"]
 
@@ -31,6 +31,8 @@ class _Anchor(torch.autograd.Function):
 
 
 def _same_storage(tensor: Tensor) -> Tensor:
+    if is_divided(tensor):
+        return rebuilt(tensor, _same_storage)
     with torch.no_grad():
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         # From the tensor, not from its storage: fake tensor modes hold storages that they are given.
@@ -61,17 +63,27 @@ class _Seed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, owners: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
-        kinds = ((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        ctx.kinds = list(zip(owners, kinds, strict=True))
+        ctx.makers = list(map(_gradient_maker, tensors, owners))
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        made = (
-            torch.full(shape, 1e-3, dtype=dtype, device=device) if owner is None else owner.expand(shape)
-            for owner, (shape, dtype, device) in ctx.kinds
+        return None, *(make() for make in ctx.makers)
+
+
+def _gradient_maker(tensor: Tensor, owner: Tensor | None) -> Callable[[], Tensor]:
+    """Makes a gradient for a tensor, which it does not hold."""
+    if is_divided(tensor):
+        # Without its memory: divided in the same way, of the same size.
+        shape = local_part(tensor).shape
+        like = rebuilt(tensor, lambda part: torch.empty(0, dtype=part.dtype, device=part.device))
+        return lambda: rebuilt(
+            like, lambda part: torch.full(shape, 1e-3, dtype=part.dtype, device=part.device)
         )
-        return None, *made
+    shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+    if owner is not None:
+        return lambda: owner.expand(shape)
+    return lambda: torch.full(shape, 1e-3, dtype=dtype, device=device)
 
 
 def seeded(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from recoup.measuring.problem.costs import CodeSeconds, StepCosts
 from recoup.measuring.stream.structure import Code, SeenCall
+from recoup.tensors import num_bytes_of
 
 __all__ = ["Position", "positions_of"]
 
@@ -57,7 +58,7 @@ class Position:
         if self.seen is None:
             return self.code.parameters
         trained = (p for p in self.seen.module.parameters() if p.requires_grad)
-        return {id(p): p.numel() * p.element_size() for p in trained} | self.seen.given_parameters
+        return {id(p): num_bytes_of(p) for p in trained} | self.seen.given_parameters
 
     def sums_with_view(self, storage: int) -> bool:
         """Whether its backward was measured with a gradient of a storage that waits as a view."""

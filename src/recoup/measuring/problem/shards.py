@@ -25,6 +25,7 @@ from recoup.measuring.problem.positions import Position
 from recoup.model.sharded import ShardGroup
 from recoup.planning import Problem, Unit
 from recoup.planning.lifetimes import Lifetime, Phase, Use
+from recoup.tensors import num_bytes_of
 
 __all__ = ["with_shards"]
 
@@ -81,7 +82,7 @@ def _sum(groups: Sequence[ShardGroup]) -> _Gathered:
     return _Gathered(
         sum(group.gathered_bytes for group in groups),
         sum(group.buffer_bytes for group in groups),
-        sum(p.numel() * p.element_size() for group in groups for p in group.parameters if p.requires_grad),
+        sum(num_bytes_of(p) for group in groups for p in group.parameters if p.requires_grad),
         sum(group.gradient_bytes for group in groups),
         sum(group.reduced_bytes for group in groups),
         sum(group.shard_bytes for group in groups),

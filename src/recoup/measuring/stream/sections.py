@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from recoup.devices.meter import Meter
 from recoup.model.cut_graph import seeded
+from recoup.tensors import num_bytes_of, storage_of
 
 __all__ = ["Section", "Sections"]
 
@@ -65,14 +66,14 @@ class Section:
         for number, origin, tensor in zip(self.numbers, self.origins, found, strict=True):
             if tensor is None or tensor.layout is not torch.strided:
                 continue
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             if origin is not None and storage._cdata not in known:
                 self.to_code[origin] = self.to_code.get(origin, 0) + storage.nbytes()
             owner = known.setdefault(storage._cdata, len(known))
             if number is None:
                 continue
             self.storages[owner] = storage.nbytes()
-            self.gradients[number] = self.gradients.get(number, 0) + tensor.numel() * tensor.element_size()
+            self.gradients[number] = self.gradients.get(number, 0) + num_bytes_of(tensor)
             if number in self.views:
                 # Several gradients, which autograd adds up: a storage of their own.
                 owner = known[-1 - number] = len(known)

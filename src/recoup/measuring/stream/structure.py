@@ -22,7 +22,14 @@ from recoup.model.calls import kind_of_module
 from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
-from recoup.tensors import named_outputs, needing_gradient, take_apart, tensors_in
+from recoup.tensors import (
+    named_outputs,
+    needing_gradient,
+    num_bytes_of,
+    storage_of,
+    take_apart,
+    tensors_in,
+)
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks, without_modes
 
 __all__ = ["Code", "SeenCall", "Structure", "Tail", "look"]
@@ -175,7 +182,7 @@ class _Numbers:
     ) -> None:
         self._tracker = tracker
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._resident = weakref.WeakSet([*(tensor.untyped_storage() for tensor in resident), *gathered])
+        self._resident = weakref.WeakSet([*(storage_of(tensor) for tensor in resident), *gathered])
         self._next = 0
 
     def number(self, storage: Any) -> int | None:
@@ -191,18 +198,18 @@ class _Numbers:
         return {number: num_bytes for number, num_bytes in numbered if number is not None}
 
     def of(self, tree: Any) -> Storages:
-        return self.storages(tensor.untyped_storage() for tensor in _strided(tensors_in(tree)))
+        return self.storages(storage_of(tensor) for tensor in _strided(tensors_in(tree)))
 
     def of_tensor(self, tensor: Tensor) -> int | None:
-        return self.number(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+        return self.number(storage_of(tensor)) if tensor.layout is torch.strided else None
 
     def gradients(self, tree: Any) -> Storages:
         """Bytes of the gradients of what needs one, by storage."""
         found: Storages = {}
         for tensor in _strided(needing_gradient(tree)):
-            number = self.number(tensor.untyped_storage())
+            number = self.number(storage_of(tensor))
             if number is not None:
-                found[number] = found.get(number, 0) + tensor.numel() * tensor.element_size()
+                found[number] = found.get(number, 0) + num_bytes_of(tensor)
         return found
 
 
@@ -228,8 +235,9 @@ class _Looker(Visitor):
         self.numbers = _Numbers(_strided(resident), step.shards.storages(), tracker)
         self.sections = Sections()
         # What stands in for a gathered parameter is known as that parameter.
-        self.trained = {id(p): id(p) for p in model.parameters() if p.requires_grad}
-        self.trained |= {id_: id(p) for id_, p in step.shards.originals().items() if p.requires_grad}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        gathered = {key: p for key, p in step.shards.originals().items() if p.requires_grad}
+        self.trained: dict[int, Tensor] = {id(p): p for p in trained} | gathered
         self._in_graphs: set[int] = set()
         self._calls_of: dict[int, int] = {}
         self.calls: list[SeenCall] = []
@@ -247,7 +255,7 @@ class _Looker(Visitor):
         if call is not None:
             # In a real step the unit's graph holds them.
             saved, given = self.calls[-1].saved_arguments, _strided(tensors_in((call.args, call.kwargs)))
-            self._held = [t.detach() for t in given if self.numbers.number(t.untyped_storage()) in saved]
+            self._held = [t.detach() for t in given if self.numbers.number(storage_of(t)) in saved]
         self._alive: Storages = {}
         # Not now: the caller's frames still hold what they gave the unit.
         self.tracker.begin(_strided(tensors_in(output)), at_next=self._note_alive)
@@ -279,7 +287,7 @@ class _Looker(Visitor):
         self._calls_of[self.sections.number] = len(self.calls)
         self._note(section.heads)
         parameters = {
-            self.trained[id(p)]: p.numel() * p.element_size()
+            id(self.trained[id(p)]): num_bytes_of(self.trained[id(p)])
             for p in section.parameters
             if id(p) in self.trained
         }
@@ -300,12 +308,12 @@ class _Looker(Visitor):
         )
 
     def _note(self, tensors: Sequence[Tensor]) -> None:
-        self.sections.note((t, self.numbers.number(t.untyped_storage())) for t in _strided(tensors))
+        self.sections.note((t, self.numbers.number(storage_of(t))) for t in _strided(tensors))
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Notes what the code between units saves."""
         if tensor.layout is torch.strided:
-            saved = self.numbers.storages([tensor.untyped_storage()])
+            saved = self.numbers.storages([storage_of(tensor)])
             self._saved |= saved
             if saved.keys() & self._in_graphs:
                 self._kept.append(tensor.detach())
@@ -340,7 +348,7 @@ class _Looker(Visitor):
             num_saved.update([call.module, *current[:1]])
             if tensor.layout is not torch.strided:
                 return
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             number = self.numbers.number(storage)
             if number in arguments:
                 self._saved_arguments.add(number)
@@ -380,7 +388,7 @@ class _Looker(Visitor):
                 self.numbers.gradients(output),
                 self.numbers.gradients(given),
                 {
-                    self.trained[id(tensor)]: tensor.numel() * tensor.element_size()
+                    id(self.trained[id(tensor)]): num_bytes_of(self.trained[id(tensor)])
                     for tensor in tensors_in(given)
                     if id(tensor) in self.trained
                 },
@@ -408,7 +416,7 @@ class _Looker(Visitor):
     def end(self, loss: Tensor, output: Any) -> None:
         code = self._end_code(loss)
         # The loss has a gradient too, which a backward holds until it ends.
-        at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: loss.numel() * loss.element_size()}
+        at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: num_bytes_of(loss)}
         # So have other models, whose backwards came before.
         at_loss |= self.numbers.of([p.grad for one in self.step.reached.modules for p in one.parameters()])
         parts = named_outputs(output) if self.step.step is None else self._held_outputs()

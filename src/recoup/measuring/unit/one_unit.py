@@ -18,7 +18,7 @@ from recoup.model.cut_graph import gradients_from, seeded, seeded_as
 from recoup.model.recipe import Recipe, run_recipe
 from recoup.model.streaming import UnitCall
 from recoup.model.undo import made_attributes
-from recoup.tensors import needing_gradient, num_owners, storages_of, tensors_in
+from recoup.tensors import needing_gradient, num_bytes_of, num_owners, storage_of, storages_of, tensors_in
 
 __all__ = [
     "CallBytes",
@@ -127,7 +127,7 @@ def measure_bytes(
     forward_peak = meter.peak_bytes() - before
     given, made = storages_of((args, kwargs)), storages_of(output)
     output_bytes = sum(meter.rounded(size) for key, size in made.items() if key not in given)
-    storages = [tensor.untyped_storage() for tensor in tensors_in(output)]
+    storages = [storage_of(tensor) for tensor in tensors_in(output)]
     owners_of = {id(t): torch.zeros_like(t) for t in compress(tensors_in(output), begins_with_views)}
     owned_bytes = sum(meter.rounded(owner.nbytes) for owner in owners_of.values())
     seed = seeded(output, wanted, owners_of)
@@ -155,7 +155,7 @@ class _ArgumentOwners:
         is_any_fresh = any(tensor.requires_grad for tensor in given)
         # Arguments that are not made anew for a run are held anyway: whether the graph holds them cannot be told.
         self._storages = [
-            tensor.untyped_storage()
+            storage_of(tensor)
             if tensor.layout is torch.strided and (tensor.requires_grad or not is_any_fresh)
             else None
             for tensor in given
@@ -201,7 +201,7 @@ def _backward_peak(
         return meter.peak_bytes() - before
     gradients_from(seeds, inputs)
     shared = parameters if gradients is Gradients.SHARED else []
-    return meter.peak_bytes() - before - sum(meter.rounded(parameter.nbytes) for parameter in shared)
+    return meter.peak_bytes() - before - sum(meter.rounded(num_bytes_of(parameter)) for parameter in shared)
 
 
 def forward_and_backward(
