@@ -122,6 +122,7 @@ def fit(
     insist: bool = False,
     engine: str = "auto",
     together: Any = True,
+    in_flight: int = 1,
 ) -> Fitted:
     """Makes a model's training step fit a budget, in place, at the least cost in time.
 
@@ -154,6 +155,8 @@ def fit(
         together: where `torch.distributed` is initialized, all of its ranks call this function, and get one plan: for
             the largest bytes and the slowest seconds that any of them measured. An error on one rank is raised on all.
             A process group instead of ``True`` does so for its ranks; ``False`` fits on this rank alone.
+        in_flight: how many micro-batches wait for their backward at once, as in a stage of a pipeline: what all of
+            them hold is part of the peak.
 
     Raises:
         BudgetError: nothing fits; it names the smallest feasible budget, which a real step showed to hold where one
@@ -202,6 +205,7 @@ def fit(
                 insist=insist,
                 races=race and verify,
                 settings=settings,
+                in_flight=in_flight,
             )
             with unsynchronized([model, *training.reached.modules]):
                 found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
@@ -291,7 +295,14 @@ class _Fitting:
         insist: bool,
         races: bool,
         settings: str = "",
+        in_flight: int = 1,
     ) -> None:
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+            raise SampleError(f"in_flight must be a whole number of at least 1; got {in_flight!r}.")
+        if in_flight > 1 and step.step is not None:
+            raise SampleError(
+                "in_flight= goes with a sample: a step= callable makes all its forwards by itself."
+            )
         if holds_output is not None and step.step is not None:
             raise SampleError(
                 "holds_output= goes with a sample: a step= callable shows by itself what it holds."
@@ -301,7 +312,8 @@ class _Fitting:
         self.accumulates = accumulates or step.buckets.are_gradients
         self.holds_output, self.insist = holds_output, insist
         # Processes that train together have to run the same plan, in the same number of steps.
-        self.races = races and num_processes() == 1
+        self.races = races and num_processes() == 1 and in_flight == 1
+        self.in_flight = in_flight
         self.engine, self.settings = "eager", settings
 
     def run_engines(
@@ -428,9 +440,18 @@ class _Fitting:
     def _profiles_of(self, measured: Measured, holds_output: bool) -> Iterator[Profile]:
         """For all ranks. Where units gather their parameters, first without segments of them, then with."""
         if measured.groups:
-            alone = measured.profile(holds_output, in_segments=False)
-            yield largest_profile(self.ranks.gathered(alone))
-        yield largest_profile(self.ranks.gathered(measured.profile(holds_output)))
+            yield self._for_all(measured.profile(holds_output, in_segments=False))
+        yield self._for_all(measured.profile(holds_output))
+
+    def _for_all(self, profile: Profile) -> Profile:
+        """The profile for all ranks, and for all forwards in flight."""
+        profile = largest_profile(self.ranks.gathered(profile))
+        if self.in_flight == 1:
+            return profile
+        conditions = profile.conditions
+        if conditions is not None:
+            conditions = replace(conditions, forwards=self.in_flight * conditions.forwards)
+        return replace(profile, in_flight=self.in_flight, conditions=conditions)
 
     def _split(self, least: ModelPlan) -> list[nn.Module] | None:
         """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""

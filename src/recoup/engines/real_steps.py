@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ class RealSteps:
                 # Comparing takes memory too, on some devices: this is the most that a step may need.
                 with sampling("always"):
                     try:
-                        recorded = record(self.meter, self._run)
+                        recorded = record(self.meter, self._run_in_flight)
                     except ReplayMismatchError as error:
                         raise VerificationError(f"{error}\nRun recoup.audit on the model.") from None
         self._knows_writes = True
@@ -180,13 +180,21 @@ class RealSteps:
             if has_gradients and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
+    def _run_in_flight(self) -> None:
+        """A step while other forwards wait for their backwards."""
+        waiting = [self._forward() for _ in range(self.profile.in_flight - 1)]
+        self._run()
+        del waiting
+
+    def _forward(self) -> tuple[Any, Tensor]:
+        output, loss = self.step.forward()
+        return output if self.profile.holds_output else None, loss
+
     def _run(self) -> None:
         if self.step.step is not None:
             self.step.step()
             return
-        output, loss = self.step.forward()
-        if not self.profile.holds_output:
-            output = None
+        output, loss = self._forward()
         loss.backward()
         del output
 

@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 _NOTED_SHARE = 0.01
+_NUM_IN_FLIGHT = 24
+"""How many plans are compared where several forwards are in flight."""
 """An output that takes less of the peak than this is not worth a sentence."""
 
 
@@ -53,7 +55,9 @@ class ModelPlan:
     @cached_property
     def predicted_bytes(self) -> int:
         """The predicted peak of the whole step, the optimizer's step included."""
-        return max(self.schedule.predicted.peak_bytes, self.profile.residents.optimizer_peak_bytes)
+        predicted = self.schedule.predicted
+        waiting_bytes = self.profile.waiting_bytes(self.schedule.schedule, predicted)
+        return max(predicted.peak_bytes + waiting_bytes, self.profile.residents.optimizer_peak_bytes)
 
     @property
     def predicted_s(self) -> float:
@@ -63,7 +67,17 @@ class ModelPlan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the plan counts on, in sentences for its user."""
-        return (*_on_engine(self.profile), *self._on_output())
+        return (*_on_engine(self.profile), *self._on_output(), *self._in_flight())
+
+    def _in_flight(self) -> tuple[str, ...]:
+        profile, predicted = self.profile, self.schedule.predicted
+        if profile.in_flight == 1:
+            return ()
+        waiting_bytes = profile.waiting_bytes(self.schedule.schedule, predicted)
+        return (
+            f"{profile.in_flight} forwards are in flight: {format_bytes(waiting_bytes)} of the predicted peak are what"
+            " all but one of them hold.",
+        )
 
     def _on_output(self) -> tuple[str, ...]:
         profile = self.profile
@@ -204,6 +218,8 @@ def plan_with_less(
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
         raise refusal(tightest(profile), budget_bytes)
+    if profile.in_flight > 1:
+        return _plan_in_flight(profile, budget_bytes), None
     most_bytes = usable_bytes(budget_bytes, profile)
     session = session_of(profile.problem)
     smallest_bytes = max(session.smallest_bytes, floor)
@@ -217,6 +233,21 @@ def plan_with_less(
     if less_bytes is None or usable_bytes(less_bytes, profile) < smallest_bytes:
         return chosen, None
     return chosen, ModelPlan(profile, session.plan(usable_bytes(less_bytes, profile)), budget_bytes)
+
+
+def _plan_in_flight(profile: Profile, budget_bytes: int) -> ModelPlan:
+    """The fastest of the plans on the frontier of one forward that fits with all that are in flight.
+
+    Raises:
+        BudgetError: none fits.
+    """
+    points = session_of(profile.problem).frontier(num_points=_NUM_IN_FLIGHT, budgets=None)
+    found = [tightest(profile), *(ModelPlan(profile, point, budget_bytes) for point in points)]
+    found = [replace(one, budget_bytes=budget_bytes) for one in found]
+    fitting = [one for one in found if one.predicted_bytes <= usable_bytes(budget_bytes, profile)]
+    if not fitting:
+        raise refusal(min(found, key=lambda one: one.predicted_bytes), budget_bytes)
+    return min(fitting, key=lambda one: one.predicted_s)
 
 
 def minimum_budget(profile: Profile) -> int:

@@ -95,6 +95,7 @@ class Profile:
         output_names: the names of its largest parts.
         conditions: what the model was called with; ``None`` if that is not known, or only parts of it were called.
         engine: that units run on, where they can.
+        in_flight: how many forwards wait for their backward at once, as in a stage of a pipeline.
     """
 
     model: str
@@ -111,6 +112,7 @@ class Profile:
     output_names: str = ""
     conditions: Conditions | None = None
     engine: str = "eager"
+    in_flight: int = 1
 
     @property
     def plain_schedule(self) -> Schedule:
@@ -137,7 +139,19 @@ class Profile:
     @property
     def plain_bytes(self) -> int:
         """Predicted peak of the plain step, the optimizer's step included."""
-        return max(self.plain.peak_bytes, self.residents.optimizer_peak_bytes)
+        waiting_bytes = self.waiting_bytes(self.plain_schedule, self.plain)
+        return max(self.plain.peak_bytes + waiting_bytes, self.residents.optimizer_peak_bytes)
+
+    def waiting_bytes(self, schedule: Schedule, simulation: Simulation) -> int:
+        """What the forwards in flight hold, beside the one whose backward comes next."""
+        if self.in_flight == 1:
+            return 0
+        first = next(index for index, action in enumerate(schedule) if isinstance(action, Backward))
+        ended = [
+            moment for moment in simulation.timeline if moment.action < first and moment.phase == "after"
+        ]
+        initial_bytes = sum(value.num_bytes for value in self.problem.values if value.made is None)
+        return (self.in_flight - 1) * max(0, ended[-1].num_bytes - initial_bytes)
 
     @property
     def activation_bytes(self) -> int:

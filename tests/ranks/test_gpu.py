@@ -1,0 +1,96 @@
+"""One rank over NCCL: predicted peaks against the allocator's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import recoup
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(1024) for _ in range(8)), nn.Linear(1024, 16)).cuda()
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def shard(model: nn.Sequential, **settings: Any) -> nn.Sequential:
+    mesh = init_device_mesh("cuda", (1,))
+    for block in model[:-1]:
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    return model
+
+
+def check(model: nn.Module) -> None:
+    batch = torch.randn(4096, 1024, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile = recoup.measure(model, batch, loss=loss_of, optimizer=optimizer)
+    smallest = recoup.minimum_budget(profile)
+    budget = int(smallest + 0.4 * (profile.plain_bytes - smallest))
+    fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, optimizer=optimizer)
+    assert not fitted.plan.keeps_everything
+    seen = fitted.verification
+    assert seen is not None
+    assert seen.gradients.startswith("bit-equal")
+    assert fitted.plan.predicted_bytes == pytest.approx(seen.peak_bytes, rel=0.03)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert fitted.plan.predicted_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.03)
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_data_parallel_over_nccl(settings: dict[str, Any]) -> None:
+    check(DistributedDataParallel(make_model(), **settings))
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    ],
+    ids=["default", "stays gathered", "bfloat16"],
+)
+def test_sharded_over_nccl(settings: dict[str, Any]) -> None:
+    check(shard(make_model(), **settings))
