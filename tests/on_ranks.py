@@ -16,7 +16,7 @@ import recoup
 from recoup.errors import RecoupWarning
 from recoup.plans.profile import Profile
 
-WIDTH, NUM_BLOCKS = 32, 6
+WIDTH, NUM_BLOCKS = 32, 5
 
 
 def on_ranks(num_ranks: int, folder: Path, *checks: Callable[[int], None]) -> None:

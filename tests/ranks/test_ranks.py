@@ -7,7 +7,6 @@ from pathlib import Path
 from on_ranks import on_ranks
 from rank_checks import (
     a_step_of_the_users,
-    data_parallel,
     data_parallel_settings,
     exchanges,
     sharded_after_planning,
@@ -15,12 +14,21 @@ from rank_checks import (
     sharded_in_segments,
     tensor_parallel,
     unequal_ranks,
+    wrapped_after_fitting,
+    wrapped_before_fitting,
 )
 
 
 def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
     on_ranks(
-        2, tmp_path, exchanges, data_parallel, data_parallel_settings, a_step_of_the_users, unequal_ranks
+        2,
+        tmp_path,
+        exchanges,
+        wrapped_after_fitting,
+        wrapped_before_fitting,
+        data_parallel_settings,
+        a_step_of_the_users,
+        unequal_ranks,
     )
 
 
@@ -31,4 +39,4 @@ def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
 
 
 def test_four_ranks(tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, exchanges, data_parallel)
+    on_ranks(4, tmp_path, exchanges, wrapped_after_fitting)

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.autograd import grad as run_grad
 
-from recoup.devices.processes import num_processes
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
 from recoup.tensors import tensors_in
@@ -55,6 +54,8 @@ class Meter(ABC):
     """Bytes that the device's libraries will allocate, where `live_bytes` does not show them."""
     sees_residents = False
     """Whether `live_bytes` counts what was allocated before `watching` began."""
+    waits = False
+    """Whether threads of others may hold memory a moment longer: those of collectives on the CPU."""
     is_estimate = False
     """Whether seconds are computed, not measured."""
 
@@ -160,7 +161,7 @@ class CpuMeter(Meter):
         """Counts the storages that are made in the block."""
         with self.make_tracker() as tracker:
             self._tracker = tracker
-            tracker.waits = num_processes() > 1
+            tracker.waits = self.waits
             try:
                 yield
             finally:

@@ -53,6 +53,7 @@ class RealSteps:
         self.step, self.profile = step, profile
         self.device = device_of(step.model, step.given)
         self.meter: Meter = make_meter(self.device)
+        self.meter.waits = step.communicates
         self._knows_writes = False
 
     def plain_fits(self) -> bool:

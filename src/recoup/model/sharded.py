@@ -133,6 +133,12 @@ class Shards:
                     group.wait_for_unshard()
                     group._to_sharded()
 
+    @property
+    def device(self) -> torch.device:
+        """That parameters are gathered on."""
+        device: torch.device = self._groups[0].device
+        return device
+
     def __bool__(self) -> bool:
         return bool(self._groups)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from recoup.devices.meter import device_of
 from recoup.errors import LossError, SampleError
 from recoup.model.caches import without_caches
 from recoup.model.checks import check_model, check_not_compiled
@@ -23,7 +24,7 @@ from recoup.model.wrappers import NO_BUCKETS, Buckets
 from recoup.ranks import ALONE, Ranks
 from recoup.snapshot.reachable import Reached, hooks_of
 from recoup.snapshot.writes import Writes
-from recoup.tensors import tensors_in
+from recoup.tensors import is_divided, tensors_in
 from recoup.torch_private import without_modes
 
 __all__ = ["TrainingStep"]
@@ -60,7 +61,9 @@ class TrainingStep:
     ) -> None:
         _check(model, sample, loss, step)
         self.ranks, self.buckets = ranks, buckets
-        self.shards = Shards(model)
+        self.shards = _shards_of(model)
+        #: Whether its operations wait for other ranks.
+        self.communicates = any(map(is_divided, model.parameters()))
         self.model, self.sample, self.loss, self.step = model, sample, loss, step
         given = Sample((), {}) if sample is None else read_sample(sample, loss, model.forward)
         self.args, self.kwargs, self.targets = given.args, given.kwargs, given.targets
@@ -293,6 +296,21 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
             f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"
             " for. Call requires_grad_() on what should be trained."
         )
+
+
+def _shards_of(model: nn.Module) -> Shards:
+    """The model's sharding.
+
+    Raises:
+        SampleError: parameters are kept on another device than the one that they are gathered on.
+    """
+    shards, device = Shards(model), device_of(model)
+    if shards and shards.device.type != device.type:
+        raise SampleError(
+            f"fully_shard keeps parameters on {device} (CPUOffloadPolicy) and gathers them on {shards.device}: recoup"
+            " measures one device. Fit the model before it is sharded, or keep parameters on the device."
+        )
+    return shards
 
 
 def _unrepeatable(name: str, iterator: Any) -> SampleError:
