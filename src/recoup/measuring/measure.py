@@ -24,7 +24,7 @@ from recoup.measuring.stream.structure import SeenCall, Structure
 from recoup.measuring.stream.timing import time_inside
 from recoup.measuring.unit.captured import captured_recipes
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
-from recoup.measuring.unit.pace import USUAL_PACE, Pace, find_pace, time_plain_step
+from recoup.measuring.unit.pace import ESTIMATED_PACE, USUAL_PACE, Pace, find_pace, time_plain_step
 from recoup.measuring.unit.recipes import Effort, large_behaviours, useful_recipes
 from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.conditions import recording
@@ -364,6 +364,8 @@ class Measurement:
         code_seconds: Sequence[CodeSeconds],
         gradient_bytes: int,
     ) -> Pace:
+        if self.meter.is_estimate:
+            return ESTIMATED_PACE
         kinds = [seen.cost_key for seen in self.calls]
         # Units by themselves would be captured, but the plain step is eager.
         if not all(KEEP in timings[kind] for kind in kinds):

@@ -1,28 +1,31 @@
-"""Measures the present device: a few seconds of products, copies and small operations."""
+"""Measures the present device: products, copies and small operations, then the operations of many layers."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from recoup.devices.meter import make_meter
 from recoup.errors import HardwareError
+from recoup.measuring.estimate.curves import KernelSample, fit_curves
+from recoup.measuring.estimate.kernel_times import host_seconds, same_random_numbers, sample_kernels
 from recoup.measuring.estimate.machine import Hardware
 
-__all__ = ["measure_hardware"]
+__all__ = ["measure_hardware", "measure_peaks", "with_kernels"]
 
 _NUM_RUNS = 5
 _NUM_SMALL = 200
 
 
 def measure_hardware(device: str | torch.device | None = None) -> Hardware:
-    """Measures products in float32 and bfloat16, copies on the device and to it, and the time of a small operation.
+    """Measures products in float32 and bfloat16, copies, the time of a small operation, and classes of kernels.
 
-    On a host, bfloat16 is taken to be as fast as float32.
+    It takes less than a minute. On a host, bfloat16 is taken to be as fast as float32.
 
     Args:
         device: such as ``"cuda"`` or ``"cpu"``; unless given, the GPU if there is one.
@@ -30,11 +33,28 @@ def measure_hardware(device: str | torch.device | None = None) -> Hardware:
     Raises:
         HardwareError: there is no such device here.
     """
+    peaks = measure_peaks(device)
+    chosen = _find_device(device)
+    return with_kernels(peaks, sample_kernels(chosen, peaks), host_seconds(chosen))
+
+
+def with_kernels(peaks: Hardware, samples: Sequence[KernelSample], host_s: float) -> Hardware:
+    """The hardware with measured seconds of classes of kernels, whose samples were taken with its peaks."""
+    return replace(peaks, kernels=fit_curves(samples), host_s=host_s)
+
+
+def _find_device(device: str | torch.device | None) -> torch.device:
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type not in ("cuda", "cpu") or (chosen.type == "cuda" and not torch.cuda.is_available()):
         raise HardwareError(
             f"There is no device {str(chosen)!r} here to measure; recoup measures cuda and cpu."
         )
+    return chosen
+
+
+def measure_peaks(device: str | torch.device | None = None) -> Hardware:
+    """The same without classes of kernels: the most that products and copies reach."""
+    chosen = _find_device(device)
     is_gpu = chosen.type == "cuda"
     size, num_bytes = (8192, 2**30) if is_gpu else (1024, 2**27)
     held = torch.cuda.memory_allocated(chosen) if is_gpu else 0
@@ -76,8 +96,8 @@ def _wait(device: torch.device) -> None:
 
 def _flops_per_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
     # Not zeros: with these, GPUs draw less power and run faster than on real data.
-    left = torch.rand(size, size, device=device).to(dtype)
-    right = torch.rand(size, size, device=device).to(dtype)
+    with same_random_numbers(device):
+        left, right = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: left @ right, device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from recoup.devices.meter import CpuMeter, Meter, Parts, Timing
+from recoup.devices.meter import CpuMeter, Meter, Parts, Timing, gc_disabled
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
 from recoup.measuring.copying import copy_with_tensors
 from recoup.measuring.estimate.kernels import CudaKernels
 from recoup.measuring.estimate.machine import Hardware
-from recoup.measuring.estimate.roofline import argument_tensors, operation_s
+from recoup.measuring.estimate.roofline import argument_tensors, is_free, operation_s
 from recoup.measuring.estimate.workspaces import workspace_bytes
 from recoup.model.caches import without_caches
 from recoup.model.calls import module_names
@@ -117,12 +118,12 @@ class _Fakes:
 
 
 class _Clock(TorchDispatchMode):
-    """Adds up the estimated seconds of all operations; replaces tensors from outside by fakes."""
+    """Adds up the estimated seconds of all operations, on device and host; replaces tensors from outside by fakes."""
 
     def __init__(self, fakes: _Fakes, hardware: Hardware) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes, self._hardware = fakes, hardware
-        self.now_s = 0.0
+        self.now = Timing(0.0, 0.0)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -139,7 +140,10 @@ class _Clock(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _CPU}
         result = func(*args, **kwargs)
-        self.now_s += operation_s(func, args, kwargs, result, self._hardware)
+        if not is_free(func):
+            device_s, host_s = self.now
+            device_s += operation_s(func, args, kwargs, result, self._hardware)
+            self.now = Timing(device_s, host_s + self._hardware.host_s)
         return result
 
 
@@ -164,13 +168,19 @@ class _FakeMeter(CpuMeter):
         """A tracker that counts as the hardware's allocator does."""
         return _HardwareTracker(self.hardware)
 
-    def stamp(self) -> float:
+    def stamp(self) -> Timing:
         """Seconds of all operations so far."""
-        return self._clock.now_s
+        return self._clock.now
+
+    def elapsed_s(self, first: Timing, second: Timing) -> float:
+        """Seconds between two stamps; the slower one of device and host sets the pace."""
+        return max(second.device_s - first.device_s, second.host_s - first.host_s)
 
     def time(self, make_run: Callable[[], Parts], *, repeats: int = 1, warm_up: int = 0) -> list[Timing]:
         """One run is enough: the same operations take the same seconds."""
-        return super().time(make_run)
+        with gc_disabled():
+            pairs = list(pairwise(self._stamped(make_run())))
+        return [Timing(end.device_s - start.device_s, end.host_s - start.host_s) for start, end in pairs]
 
     def time_in_turn(
         self, runs: Sequence[Callable[[], Parts]], *, repeats: int = 1, warm_up: int = 0

@@ -1,4 +1,8 @@
-"""GPUs by name, with the figures that their makers publish."""
+"""GPUs by name, with the figures that their makers publish.
+
+Classes of kernels are those of ``h200.json``, which ``benchmarks/estimates.py --name H200`` writes on an H200. All GPUs
+of the table take them: kernels that take the same seconds at the peak are assumed to reach the same share of it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,13 @@ from recoup.measuring.estimate.machine import Hardware, read_hardware
 __all__ = ["KNOWN", "PUBLISHED_EFFICIENCY", "find_hardware"]
 
 PUBLISHED_EFFICIENCY = 0.7
-"""The share of a published figure that large operations reach, for computing and memory alike. It scales all figures
-below; measured ones (``recoup hardware``) are not scaled."""
+"""The share of a published figure that operations reach whose class of kernels was not measured, for computing and
+memory alike. It scales all figures below; measured ones (``recoup hardware``) are not scaled."""
 
 _GIB, _MIB, _TERA, _GIGA = 2**30, 2**20, 1e12, 1e9
 # An eager operation of torch: the longer one of launch and dispatch.
 _LATENCY_S = 4e-6
+_MEASURED = read_hardware(Path(__file__).with_name("h200.json"))
 
 
 def _gpu(
@@ -42,6 +47,8 @@ def _gpu(
         host_link_bytes_per_s=link * _GIGA,
         latency_s=_LATENCY_S,
         efficiency=PUBLISHED_EFFICIENCY,
+        kernels=_MEASURED.kernels,
+        host_s=_MEASURED.host_s,
         workspace_bytes=workspace_mib * _MIB,
     )
 

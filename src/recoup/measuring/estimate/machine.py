@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from recoup.errors import HardwareError
+from recoup.measuring.estimate.curves import KernelCurve
 from recoup.sizes import format_bytes
 
 __all__ = ["Hardware", "read_hardware", "write_hardware"]
@@ -33,8 +35,11 @@ class Hardware:
         float8_flops_per_s: 0 if it has none.
         bandwidth_bytes_per_s: of its memory, reads and writes together.
         host_link_bytes_per_s: between it and the host, one way.
-        latency_s: the least that an operation takes.
-        efficiency: the share of these figures that real operations reach: 1 for measured figures.
+        latency_s: the least that an operation takes, where the seconds of its class were not measured.
+        efficiency: the share of these figures that operations of such classes reach: 1 for measured figures.
+        kernels: seconds of classes of kernels, measured at several sizes.
+        host_s: of the host for one operation of a step, forward or backward; 0 where the device is the host, and where
+            it is not known. Where these are more than the device's seconds, they set the pace.
         workspace_bytes: what its libraries hold once they have run.
         device_type: ``"cuda"`` or ``"cpu"``: whose choice of kernels and whose rounding of sizes to expect.
 
@@ -58,6 +63,8 @@ class Hardware:
     efficiency: float = 1.0
     workspace_bytes: int = 0
     device_type: Literal["cuda", "cpu"] = "cuda"
+    host_s: float = 0.0
+    kernels: tuple[KernelCurve, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -66,14 +73,14 @@ class Hardware:
             raise HardwareError(f"{self.name}: device_type is 'cuda' or 'cpu'; got {self.device_type!r}.")
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name not in ("name", "device_type"):
+            if entry.name not in ("name", "device_type", "kernels"):
                 self._check_number(entry.name, value, is_whole=entry.name.endswith("_bytes"))
         if self.efficiency > 1:
             raise HardwareError(f"{self.name}: efficiency is a share of at most 1; got {self.efficiency}.")
 
     def _check_number(self, field: str, value: Any, *, is_whole: bool) -> None:
         may_be_zero = field in (
-            "tf32_flops_per_s", "float8_flops_per_s", "workspace_bytes", "latency_s"
+            "tf32_flops_per_s", "float8_flops_per_s", "workspace_bytes", "latency_s", "host_s"
         )  # fmt: skip
         kinds = int if is_whole else (int, float)
         is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
@@ -86,17 +93,27 @@ class Hardware:
         """What its allocator rounds sizes up to."""
         return 512 if self.device_type == "cuda" else 1
 
+    def curve(self, kind: str) -> KernelCurve | None:
+        """The measured seconds of a class of kernels; ``None`` where there are none."""
+        return self._curves.get(kind)
+
+    @cached_property
+    def _curves(self) -> dict[str, KernelCurve]:
+        return {curve.name: curve for curve in self.kernels}
+
     def flops_per_s(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
         """What matrix products of a dtype reach."""
+        return self.peak_flops_per_s(dtype, allow_tf32=allow_tf32) * self.efficiency
+
+    def peak_flops_per_s(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
+        """The figure for matrix products of a dtype."""
         if dtype in _HALF:
-            peak = self.half_flops_per_s
-        elif dtype.itemsize == 1:
-            peak = self.float8_flops_per_s or self.half_flops_per_s
-        elif dtype.itemsize > 4 and dtype.is_floating_point:
-            peak = self.float32_flops_per_s / 2
-        else:
-            peak = (allow_tf32 and self.tf32_flops_per_s) or self.float32_flops_per_s
-        return peak * self.efficiency
+            return self.half_flops_per_s
+        if dtype.itemsize == 1:
+            return self.float8_flops_per_s or self.half_flops_per_s
+        if dtype.itemsize > 4 and dtype.is_floating_point:
+            return self.float32_flops_per_s / 2
+        return (allow_tf32 and self.tf32_flops_per_s) or self.float32_flops_per_s
 
     @property
     def bytes_per_s(self) -> float:
@@ -141,8 +158,12 @@ def read_hardware(path: str | Path) -> Hardware:
             f" {_VERSION}. Write it again with `recoup hardware`."
         )
     try:
-        return Hardware(**document["hardware"])
-    except (KeyError, TypeError) as error:
+        found = document["hardware"]
+        kernels = tuple(KernelCurve(**curve) for curve in found.get("kernels", ()))
+        return Hardware(**{**found, "kernels": kernels})
+    except HardwareError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise HardwareError(
             f"{str(path)!r} is damaged: {error}. Write it again with `recoup hardware`."
         ) from None

@@ -1,4 +1,7 @@
-"""Seconds of one operation by its roofline: the longest of computing, moving bytes and launching."""
+"""Seconds of one operation by its roofline: the longest of computing, moving bytes and launching.
+
+Where the seconds of its class of kernels were measured, the roofline only says how large the operation is.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from recoup.measuring.estimate.classes import allows_tf32, kernel_class
 from recoup.measuring.estimate.machine import Hardware
 
-__all__ = ["allows_tf32", "argument_tensors", "num_flops", "num_moved_bytes", "operation_s"]
+__all__ = ["argument_tensors", "ideal_s", "is_free", "num_flops", "num_moved_bytes", "operation_s"]
 
 # Operations that only allocate or relabel memory, though their schemas do not say so.
 _FREE = frozenset(
@@ -40,16 +44,22 @@ def operation_s(func: Any, args: Any, kwargs: Any, result: Any, hardware: Hardwa
         result: that it returned; only shapes are read.
         hardware: on which it would run.
     """
-    if _is_free(func):
+    if is_free(func):
         return 0.0
-    moved_s = num_moved_bytes(func, args, kwargs, result) / hardware.bytes_per_s
-    seconds = max(moved_s, hardware.latency_s)
+    peak_s = ideal_s(func, args, kwargs, result, hardware)
+    curve = hardware.curve(kernel_class(func, args)) if hardware.kernels else None
+    return max(peak_s / hardware.efficiency, hardware.latency_s) if curve is None else curve.seconds(peak_s)
+
+
+def ideal_s(func: Any, args: Any, kwargs: Any, result: Any, hardware: Hardware) -> float:
+    """Seconds of an operation at the peak of some hardware: the longer one of computing and moving bytes."""
+    moved_s = num_moved_bytes(func, args, kwargs, result) / hardware.bandwidth_bytes_per_s
     flops = num_flops(func, args, kwargs, result)
-    if flops:
-        dtype = next(tensor.dtype for tensor in argument_tensors(args) if tensor.is_floating_point())
-        rate = hardware.flops_per_s(dtype, allow_tf32=allows_tf32(func._schema.name))
-        seconds = max(seconds, flops / rate)
-    return seconds
+    if not flops:
+        return moved_s
+    dtype = next(tensor.dtype for tensor in argument_tensors(args) if tensor.is_floating_point())
+    rate = hardware.peak_flops_per_s(dtype, allow_tf32=allows_tf32(func._schema.name))
+    return max(moved_s, flops / rate)
 
 
 def num_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -108,7 +118,8 @@ def _name(func: Any) -> str:
 
 
 @cache
-def _is_free(func: Any) -> bool:
+def is_free(func: Any) -> bool:
+    """Whether an operation only allocates or relabels memory."""
     if _name(func) in _FREE:
         return True
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
@@ -129,13 +140,3 @@ def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return None
     index, default = place
     return args[index] if index < len(args) else kwargs.get(name, default)
-
-
-def allows_tf32(name: str) -> bool:
-    """Whether torch's settings allow TF32 for the float32 products of an operation."""
-    try:
-        if "conv" in name:
-            return bool(torch.backends.cudnn.allow_tf32)
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    except RuntimeError:  # set through torch's other interface for this
-        return False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.measuring.estimate.roofline import allows_tf32
+from recoup.measuring.estimate.classes import allows_tf32, has_channels_last
 
 __all__ = ["workspace_bytes"]
 
@@ -35,7 +35,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
         output, source, groups = args[0], args[1], args[9]
     else:
         return 0
-    if groups != 1 or not _uses_tensor_cores(source) or _has_channels_last(source):
+    if groups != 1 or not _uses_tensor_cores(source) or has_channels_last(source):
         return 0
     return int(source.nbytes + output.nbytes)
 
@@ -44,9 +44,3 @@ def _uses_tensor_cores(tensor: Tensor) -> bool:
     if tensor.dtype is torch.float32:
         return allows_tf32("convolution")
     return tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _has_channels_last(tensor: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    layout = formats.get(tensor.dim())
-    return layout is not None and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous()

@@ -13,7 +13,7 @@ from recoup.measuring.unit.one_unit import CallSeconds, CallTiming
 from recoup.model.step import TrainingStep
 from recoup.tensors import needing_gradient
 
-__all__ = ["USUAL_PACE", "Pace", "find_pace", "time_plain_step"]
+__all__ = ["ESTIMATED_PACE", "USUAL_PACE", "Pace", "find_pace", "time_plain_step"]
 
 _COULD_MATTER = 1.5
 """Factor of the host's time with which it might set the pace: a call that synchronizes takes the host about as long as
@@ -58,6 +58,8 @@ class Pace(NamedTuple):
 
 USUAL_PACE = Pace(host_share=0.6)
 """Measured on decoder blocks: 0.5 to 0.8. For a call by itself autograd starts anew, on a cold processor."""
+ESTIMATED_PACE = Pace(host_share=1.0)
+"""The host's seconds of an estimate are those of a step."""
 
 
 def find_pace(calls: Sequence[CallTiming], code_s: float, time_step: Callable[[], Timing | None]) -> Pace:
