@@ -8,7 +8,7 @@ caches are off. Three comparisons, each in the same memory, with the two contend
 2. half-way to the plain peak, the fastest "checkpoint every n-th layer" that fits against a plan for that budget;
 3. compiled: ``gradient_checkpointing_enable()`` with every layer compiled, against ``engine="compiled"`` at its peak.
 
-``--small`` tries the script on a CPU, ``--only GPT-2 T5`` runs some models, ``--no-compile`` leaves the third out.
+``--small`` tries the script on a CPU, ``--only GPT-2 T5`` runs some models, ``--parts eager`` leaves the third out.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def row(
     return line
 
 
-def compare(name: str, bench: Bench, num_rounds: int, compiles: bool) -> list[str]:
+def compare(name: str, bench: Bench, num_rounds: int, parts: str) -> list[str]:
     """All comparisons of one model."""
     bench.checkpoint(None)
     plain = bench.peak_bytes()
@@ -289,12 +289,14 @@ def compare(name: str, bench: Bench, num_rounds: int, compiles: bool) -> list[st
         f"{name}: plain {plain / GIB:.2f} GiB, {bench.plain_s * 1e3:.1f} ms; every layer {least / GIB:.2f} GiB",
         flush=True,
     )
+    if parts == "compiled":
+        return [compiled(name, bench, num_rounds)]
     lines = [row(name, "every layer", bench, least, lambda: bench.checkpoint(1), "auto", num_rounds)]
     fitting = {every: seconds for every, (peak, seconds) in found.items() if peak <= half}
     best = min(fitting, key=lambda every: fitting[every])
     what = f"every {best}." if best > 1 else "every layer"
     lines.append(row(name, what, bench, half, lambda: bench.checkpoint(best), "auto", num_rounds))
-    if compiles:
+    if parts == "all":
         lines.append(compiled(name, bench, num_rounds))
     return lines
 
@@ -334,7 +336,7 @@ def main() -> None:
     """Compares and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--parts", choices=("all", "eager", "compiled"), default="all")
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", type=Path, default=ROOT / "results")
@@ -359,7 +361,7 @@ def main() -> None:
         torch.manual_seed(0)
         try:
             bench = Bench(CASES[one](options.small), "cpu" if options.small else "cuda")
-            lines += compare(one, bench, options.rounds, not options.no_compile)
+            lines += compare(one, bench, options.rounds, options.parts)
         except Exception:  # the others are still worth their minutes
             traceback.print_exc()
             lines.append(f"| {one} | failed | | | | | | | |")
