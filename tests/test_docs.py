@@ -116,6 +116,17 @@ def test_the_comparison_shows_what_was_compiled() -> None:
     assert set(shown) <= set(results.splitlines())
 
 
+def test_rows_of_transformers_models_are_those_of_the_results() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks" / "results" / "transformers_models_h200_202611.md").read_text(
+        encoding="utf-8"
+    )
+    measured = [line for line in results.splitlines() if line.startswith("| ")]
+    section = page.split("\n## Models of transformers\n", 1)[1].split("\n## ", 1)[0]
+    assert [line for line in section.splitlines() if line.startswith("| ")] == measured
+    assert len(measured) > 12
+
+
 @pytest.mark.parametrize("page", ["comparison.md", "howto/compile_and_fit.md"])
 def test_rows_of_compiled_and_captured_units_are_those_of_the_results(page: str) -> None:
     """Each row is the beginning of one of the results', and none of compiled units is left out."""

@@ -1,0 +1,125 @@
+"""What trainers on several ranks check, for ``tests/integrations/test_ranks.py``."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from on_ranks import assert_same
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def _as_launched(rank: int) -> None:
+    """The variables that a launcher sets; the process group is there already."""
+    warnings.simplefilter("ignore")
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def trainer_on_two_ranks(rank: int) -> None:
+    """transformers' Trainer wraps the model for data parallelism itself."""
+    _as_launched(rank)
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from recoup.integrations.transformers import RecoupCallback
+
+    def run(*callbacks: Any) -> Trainer:
+        torch.manual_seed(0)
+        sizes = {"n_embd": 32, "n_layer": 4, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
+        tokens = torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(1))
+        arguments = TrainingArguments(
+            tempfile.mkdtemp(),
+            per_device_train_batch_size=4,
+            max_steps=2,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            use_cpu=True,
+        )
+        rows = [{"input_ids": row, "labels": row} for row in tokens]
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
+        trainer.train()
+        return trainer
+
+    plain = run()
+    assert isinstance(plain.model_wrapped, DistributedDataParallel)
+    callback = RecoupCallback("2MiB")
+    fitted = run(callback)
+    assert_same(_weights(fitted.model), _weights(plain.model))
+    assert callback.fitted is not None
+    assert callback.fitted.verification is not None
+    assert callback.fitted.verification.peak_bytes <= 2 * 2**20
+    assert any("recompute" in label for _, label in callback.fitted.plan.describe_units())
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, callback.fitted.plan.to_json())
+    assert plans[0] == plans[1]
+
+
+def lightning_on_two_ranks(rank: int) -> None:
+    """Lightning's strategy for data parallelism, in processes that a launcher started."""
+    _as_launched(rank)
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from recoup.integrations.lightning import RecoupCallback
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(16, 32), *(block() for _ in range(4)))
+            self.head = nn.Linear(32, 10)
+
+        def training_step(self, batch: Any) -> Tensor:
+            inputs, targets = batch
+            return nn.functional.cross_entropy(self.head(self.body(inputs)), targets)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    def run(*callbacks: Any) -> nn.Module:
+        torch.manual_seed(0)
+        module = Classifier()
+        data = TensorDataset(torch.randn(1024, 16), torch.randint(10, (1024,)))
+        trainer = lightning.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            devices=2,
+            strategy=DDPStrategy(process_group_backend="gloo"),
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(data, batch_size=256))
+        return module
+
+    plain = run()
+    callback = RecoupCallback("1.6MiB")
+    fitted = run(callback)
+    assert_same(_weights(fitted), _weights(plain))
+    assert callback.fitted is not None
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, callback.fitted.plan.to_json())
+    assert plans[0] == plans[1]
+    assert any("recompute" in label for _, label in callback.fitted.plan.describe_units())
