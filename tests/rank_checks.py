@@ -239,6 +239,28 @@ def sharded_before_planning(rank: int) -> None:
         assert_same(_train_counting(other, batch)[0], expected)
 
 
+def a_sharded_step_of_the_users(rank: int) -> None:
+    """It trains the model, which is as before afterwards."""
+    batch = batch_of(rank)
+    model = _shard(make_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+
+    profile = recoup.measure(model, step=step, optimizer=optimizer)
+    before = [local(p).clone() for p in model.parameters()]
+    fitted = recoup.fit(
+        model, step=step, budget=find_ranks().largest(between(profile, 0.5)), optimizer=optimizer
+    )
+    assert not fitted.plan.keeps_everything
+    assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+    assert all(map(torch.equal, map(local, model.parameters()), before))
+    assert not optimizer.state
+
+
 def sharded_in_segments(rank: int) -> None:
     """Gathered parameters of a segment that is replayed are there until their own backward; and optimizer state."""
     batch = batch_of(rank, size=512)

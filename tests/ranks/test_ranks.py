@@ -6,6 +6,7 @@ from pathlib import Path
 
 from on_ranks import on_ranks
 from rank_checks import (
+    a_sharded_step_of_the_users,
     a_step_of_the_users,
     data_parallel_settings,
     exchanges,
@@ -34,7 +35,13 @@ def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
 
 def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
     on_ranks(
-        2, tmp_path, tensor_parallel, sharded_in_segments, sharded_before_planning, sharded_after_planning
+        2,
+        tmp_path,
+        tensor_parallel,
+        sharded_in_segments,
+        sharded_before_planning,
+        sharded_after_planning,
+        a_sharded_step_of_the_users,
     )
 
 

@@ -95,6 +95,9 @@ class Meter(ABC):
     def follow(self, storages: Sequence[torch.UntypedStorage]) -> None:  # noqa: B027 (an allocator counts them anyway)
         """Inside `watching`, counts storages that are resized without an operation."""
 
+    def ignore(self, storages: Sequence[torch.UntypedStorage]) -> None:  # noqa: B027 (none change while units run)
+        """Inside `watching`, counts storages as what existed before, however large they become."""
+
     def stamp(self) -> Any:
         """A point in the device's time."""
         return time.perf_counter()
@@ -183,6 +186,9 @@ class CpuMeter(Meter):
 
     def follow(self, storages: Sequence[torch.UntypedStorage]) -> None:
         self.tracker.follow(storages)
+
+    def ignore(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self.tracker.ignore(storages)
 
     def live_bytes(self) -> int:
         if self.tracker.waits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -112,6 +113,13 @@ class MemoryTracker(WatchingMode):
             if id(storage) not in self._seen:
                 self._meet(storage, is_new=True)
             self._followed.append(storage)
+
+    def ignore(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Counts storages as what existed before, however large they become."""
+        for storage in storages:
+            if id(storage) not in self._seen:
+                self._meet(storage, is_new=False)
+            self._seen[id(storage)].base_bytes = sys.maxsize
 
     def _follow(self) -> None:
         for storage in self._followed:

@@ -300,6 +300,7 @@ class Measurement:
             return {recipe: cost for recipe, cost in tried.items() if cost is not None}
 
         with self.meter.watching(), self._inner_forwards(recipes):
+            self.meter.ignore(self.step.shards.storages())
             _, found = self.passes.visit(first.values(), measure)
         for index, sizes in found.items():
             if not sizes:

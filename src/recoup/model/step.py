@@ -70,6 +70,9 @@ class TrainingStep:
         hooks = [("a hook", hook) for hook in hooks_of(model)]
         #: What its code can reach. One walk is enough: whatever a run replaces is put back when the run ends.
         self.reached = Reached([("step", step), ("loss", loss), ("sample", sample), *hooks], known=model)
+        # What stands in for gathered parameters is the sharding's own.
+        gathered = self.shards.originals()
+        self.reached.leaves = [leaf for leaf in self.reached.leaves if id(leaf) not in gathered]
         gradient_hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
         #: Whether a run may step an optimizer: in a callable of the user's, or in a hook of a parameter.
         self.changes_parameters = step is not None or any(gradient_hooks)

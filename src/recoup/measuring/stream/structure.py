@@ -529,6 +529,7 @@ def _look(
 ) -> Structure:
     with ExitStack() as stack:
         stack.enter_context(meter.watching())
+        meter.ignore(step.shards.storages())
         tracker = getattr(meter, "tracker", None) or stack.enter_context(MemoryTracker())
         looker = _Looker(step, meter, tracker, inside, frees)
         push_saved_tensor_hooks(looker.pack, _given_back)
