@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from machines import HOST
+from slowly import slow_but
 from torch import Tensor, nn
 
 import recoup
@@ -60,7 +61,9 @@ def throughputs(profiles: dict[int, Any], budget: int) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize("budget", [700_000, 1_500_000, 3_000_000, 6_000_000, 50_000_000])
+@pytest.mark.parametrize(
+    "budget", slow_but([700_000, 6_000_000], [700_000, 1_500_000, 3_000_000, 6_000_000, 50_000_000])
+)
 def test_as_good_as_trying_every_batch_size(profiles: dict[int, Any], budget: int) -> None:
     best = throughputs(profiles, budget)
     chosen = largest_batch(make, budget=budget, hardware=TOY, most=32)
@@ -159,7 +162,7 @@ def as_dict(batch_size: int) -> dict[str, Any]:
     return dict(zip(("model", "sample", "loss", "optimizer"), as_tuple_of_four(batch_size), strict=True))
 
 
-@pytest.mark.parametrize("given", [as_tuple_of_four, as_dict])
+@pytest.mark.parametrize("given", slow_but([as_dict], [as_tuple_of_four, as_dict]))
 def test_make_may_return_an_optimizer(given: Any) -> None:
     wanted = largest_batch(make, budget="3MB", hardware=TOY, most=4, optimizer=adam)
     assert wanted.plan.profile.residents.optimizer_bytes > 0

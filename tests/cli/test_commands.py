@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from slowly import slow_but
 
 import recoup
 from recoup.batching import largest_batch
@@ -225,7 +226,11 @@ def test_frontier_for_a_gpu_that_is_not_there(name: str, capsys: Captured) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["sized", "sized_pair", "sized_by_default", "sized_with_optimizer", "sized_by_name"]
+    "name",
+    slow_but(
+        ["sized_with_optimizer"],
+        ["sized", "sized_pair", "sized_by_default", "sized_with_optimizer", "sized_by_name"],
+    ),
 )
 def test_the_largest_batch_for_a_gpu_that_is_not_there(name: str, capsys: Captured) -> None:
     line = f"frontier factories:{name} --hardware H200 --most 2 --points 2 --json f.json"

@@ -13,6 +13,7 @@ from capture.blocks import Block as FeedForward
 from engines.captured_models import MODELS, SLACK, assert_equal, budgets, cuts_in, run
 from models import MoE, plainly
 from real_steps import real_peak_bytes
+from slowly import slow_but
 from torch import Tensor, nn
 
 import recoup
@@ -30,7 +31,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("U-Net", "U-Net with BatchNorm", "mixture of experts", "GPT-2", "Llama", "ViT")
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
 def test_bit_equal_to_eager_and_as_large_as_predicted_at_every_budget(name: str) -> None:
     model, sample = MODELS[name]()
     expected = run(model, sample)

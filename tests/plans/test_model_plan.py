@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 from handmade import Chain, keep, make_plan, replay, segment
+from slowly import slow_but
 from torch import nn
 from zoo import Llama
 
@@ -173,7 +174,7 @@ def activation_bytes(num_units: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "depths", [(50, 100, 400), pytest.param((50, 100, 200, 400, 1000), marks=pytest.mark.slow)]
+    "depths", slow_but([(50, 100, 200)], [(50, 100, 200), (50, 100, 400), (50, 100, 200, 400, 1000)])
 )
 def test_the_smallest_budget_grows_with_the_logarithm_of_the_depth(depths: tuple[int, ...]) -> None:
     """Up to a few hundred units. More are planned in a hundred groups, whose inner outputs are there together."""

@@ -147,6 +147,7 @@ def test_a_frontier_that_stays_in_the_plot(small: Made) -> None:
 
 
 # benchmarks/startup.py measures the same on a real model.
+@pytest.mark.slow
 def test_a_thousand_units_stay_small(tmp_path: Path) -> None:
     place = write_html(large_subject(), tmp_path / "report.html")
     assert place.stat().st_size <= 2_000_000
