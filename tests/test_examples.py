@@ -20,6 +20,13 @@ SAYS = {
         "every 16th kept: 50.0 KiB (25 states)",
         "recomputed in the backward: 375 of 400",
     ],
+    "budget_cut": [
+        "18 steps, none out of memory.",
+        "step 5: out of memory (aten.",
+        "step 12: room (in each of 3 steps)",
+        "18 steps, 1 of them repeated after 1 out-of-memory error; plan changed 2 times;",
+        "The same losses and the same parameters, bit for bit.",
+    ],
 }
 
 

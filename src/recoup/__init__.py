@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from recoup.engines import apply, remove
     from recoup.fitting import fit, verify
     from recoup.measuring import measure
+    from recoup.piloting import autopilot
     from recoup.plans import frontier, minimum_budget, plan
     from recoup.report.operations import explain
 
@@ -22,6 +23,7 @@ __all__ = [
     "Checkpoint",
     "apply",
     "audit",
+    "autopilot",
     "checkpoint",
     "describe",
     "errors",
@@ -51,6 +53,7 @@ _LATER = {
     "Checkpoint": "checkpointing",
     "apply": "engines",
     "audit": "auditing",
+    "autopilot": "piloting",
     "checkpoint": "checkpointing",
     "describe": "checkpointing",
     "explain": "report.operations",

@@ -21,6 +21,7 @@
     │   ├── UnitError                  units that the model does not have or never calls
     │   ├── ApplyError                 a plan that does not belong to the model
     │   ├── CaptureError               a unit that the compiler cannot capture
+    │   ├── RepeatError                a step that ran out of memory and cannot be repeated
     │   ├── HardwareError              hardware that is not known, or a damaged file of it
     │   └── VerificationError          a real step that changes a gradient
     │       └── OverBudgetError          or that passes the budget
@@ -62,6 +63,7 @@ __all__ = [
     "ProblemError",
     "RecoupError",
     "RecoupWarning",
+    "RepeatError",
     "ReplayMismatchError",
     "SampleError",
     "ScheduleError",
@@ -152,6 +154,10 @@ class ApplyError(FitError, ValueError):
 
 class CaptureError(FitError, RuntimeError):
     """A unit that torch's compiler cannot capture in one graph."""
+
+
+class RepeatError(FitError, RuntimeError):
+    """A step that ran out of memory under the autopilot, and that cannot be repeated with the same result."""
 
 
 class HardwareError(FitError, ValueError):

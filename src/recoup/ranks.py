@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from recoup.errors import FitError
+from recoup.torch_private import without_modes
 
 __all__ = ["ALONE", "SAME_STEP", "Ranks", "find_ranks"]
 
@@ -71,6 +72,23 @@ class Ranks:
         with self.together():
             made = make() if self.rank == 0 else None
         return self.gathered(made)[0]  # type: ignore[return-value]
+
+    def largest_code(self, code: int) -> int:
+        """The largest of all ranks' codes, by one reduction in host memory: cheap enough for every step."""
+        if self.size == 1:
+            return code
+        with without_modes():
+            found = torch.tensor([code])
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
+            return int(found)
+
+    def over_host(self) -> Ranks:
+        """The same ranks in a group that communicates over the host: nobody waits for a device. All ranks call this."""
+        if self.size == 1:
+            return self
+        members = torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
+        group = torch.distributed.new_group(members, backend="gloo", use_local_synchronization=True)
+        return Ranks(group, size=self.size, rank=self.rank)
 
     def check_same(self, text: str, what: str) -> None:
         """Compares a text by its hash.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -113,6 +113,9 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Reference counts tell who still holds a tensor. Without the second, no output counts as held by the caller.
 num_storage_owners: Callable[[int], int] = torch._C._storage_Use_Count
 num_tensor_owners: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
+
+# Copies many small tensors in few launches.
+foreach_copy: Callable[..., None] = torch._foreach_copy_
 
 # Keeps a CUDA device busy while the host fills its queue, so that kernels are timed without gaps.
 keep_device_busy: Callable[[int], None] = torch.cuda._sleep
@@ -224,6 +227,31 @@ def shard_groups(state: Any) -> list[Any]:
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
+
+
+def forget_gradients(groups: Sequence[Any], states: Sequence[Any]) -> None:
+    """Drops what a backward of FSDP2 that did not end has computed; torch 2.13 has `reset_iter_state` for it."""
+    for state in states:
+        state._state_ctx.post_backward_final_callback_queued = False
+        if hasattr(state._comm_ctx, "reduce_scatter_states"):
+            state._comm_ctx.reduce_scatter_states.clear()
+            state._comm_ctx._last_post_reduce_events.clear()
+        else:
+            state._comm_ctx.reduce_scatter_state = None
+    for group in groups:
+        group._post_reduce_event = group._all_reduce_state = group._partial_reduce_output = None
+        for one in group.fsdp_params:
+            one.unsharded_accumulated_grad = None
+            if hasattr(one, "_unsharded_param"):
+                one._unsharded_param.grad = None
+
+
+def has_unreduced_gradients(groups: Sequence[Any]) -> bool:
+    """Whether gradients of earlier micro-batches wait in gathered parameters of FSDP2, to be reduced later."""
+    found = (one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param"))
+    return any(
+        one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None for one in found
+    )
 
 
 _ALLOCATE = "empty_strided_cpu"

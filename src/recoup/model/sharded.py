@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.torch_private import shard_groups, without_modes
+from recoup.torch_private import (
+    forget_gradients,
+    has_unreduced_gradients,
+    shard_groups,
+    without_modes,
+)
 
 __all__ = ["ShardGroup", "Shards", "class_before_sharding", "gather", "is_sharding", "owners_of"]
 
@@ -211,6 +216,17 @@ class Shards:
             group._post_forward_indices.clear()
             group._training_state = type(group._training_state).IDLE
             group._to_sharded()
+
+    def abandon(self) -> None:
+        """Frees what a step that did not end has gathered and computed, gradients that were not reduced included."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # collectives on streams of their own
+        forget_gradients(self._groups, self._states)
+        self.put_back()
+
+    def has_unreduced_gradients(self) -> bool:
+        """Whether gradients of earlier micro-batches wait to be reduced."""
+        return has_unreduced_gradients(self._groups)
 
     def originals(self) -> dict[int, Tensor]:
         """The parameters of the model, by the identity of what stands in for them while they are gathered."""
