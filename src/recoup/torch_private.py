@@ -221,6 +221,19 @@ def awaits_static_graph(wrapper: Any) -> bool:
     return bool(wrapper.static_graph) and not wrapper._static_graph_delay_allreduce_enqueued
 
 
+def begin_forward(wrapper: Any) -> None:
+    """What a `DistributedDataParallel` does before a forward, so that the forward has nothing of it to do.
+
+    It arranges its buckets anew, once, which nothing can repeat if it fails half-way, and makes buffers the same on all
+    ranks, for which these wait for each other.
+    """
+    if wrapper.reducer._rebuild_buckets():
+        wrapper._has_rebuilt_buckets = True
+    if wrapper._check_sync_bufs_pre_fwd():
+        wrapper._sync_buffers()
+    wrapper.require_forward_param_sync = False
+
+
 def shard_groups(state: Any) -> list[Any]:
     """The groups of parameters that a module of FSDP2 gathers; until torch 2.12 there was one."""
     groups = getattr(state, "_fsdp_param_groups", None)

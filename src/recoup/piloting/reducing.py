@@ -6,6 +6,7 @@ NOTE [ One rank fails alone ]
     2. The wrapper itself reduces them, in its buckets and with its hooks: a backward that adds nothing to any gradient
        tells it that they are all there.
     3. The reductions do not overlap with the backward then: that is the price.
+    4. What else the wrapper exchanges, before a forward, it exchanges before the step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recoup.errors import FitError
+from recoup.torch_private import begin_forward
 
 __all__ = ["Reducing", "reduce_gradients"]
 
@@ -44,12 +46,11 @@ class Reducing:
 
     @contextmanager
     def delayed(self) -> Iterator[list[DistributedDataParallel]]:
-        """A block in which nothing is reduced; gives the wrappers that would have, if all ends well."""
+        """A block in which no rank waits for another; gives the wrappers whose gradients are to be reduced after it."""
         waiting = [wrapper for wrapper in self._wrappers if wrapper.require_backward_grad_sync]
         with ExitStack() as stack:
-            for wrapper in waiting:
-                # The last attempt may have ended before the wrapper noted it, or after: all ranks begin alike.
-                wrapper.require_forward_param_sync = True
+            for wrapper in self._wrappers:
+                begin_forward(wrapper)
                 stack.enter_context(wrapper.no_sync())
             yield waiting
 
@@ -57,6 +58,7 @@ class Reducing:
 def reduce_gradients(wrappers: list[DistributedDataParallel]) -> None:
     """Reduces the gradients that are there, by NOTE [ One rank fails alone ]."""
     for wrapper in wrappers:
+        wrapper.require_forward_param_sync = True
         owners = [p for p in wrapper.module.parameters() if p.requires_grad and p.grad is not None]
         if not owners:
             continue

@@ -1,0 +1,24 @@
+"""Processes that train one model under the autopilot: one plan, and a step that failed anywhere is repeated by all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopilot_checks import (
+    accumulated_without_reductions,
+    one_rank_fails,
+    other_errors,
+    sharded,
+    the_least_room_decides,
+)
+from on_ranks import on_ranks
+
+
+def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
+    on_ranks(
+        2, tmp_path, one_rank_fails, the_least_room_decides, accumulated_without_reductions, other_errors
+    )
+
+
+def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, sharded)
