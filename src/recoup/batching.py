@@ -28,7 +28,7 @@ from recoup.budgets import read_budget
 from recoup.devices.meter import device_of, make_meter
 from recoup.errors import BudgetError, SampleError
 from recoup.fitting import plan_to_fit
-from recoup.measuring import Hardware, Profile, find_hardware, measure
+from recoup.measuring import Cluster, Hardware, Profile, find_hardware, measure
 from recoup.model.factory_result import Made, read_made
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units
@@ -115,7 +115,7 @@ def largest_batch(
     *,
     budget: int | str,
     hardware: Hardware | str | Path | None = None,
-    ranks: int = 1,
+    ranks: int | Cluster = 1,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     units: Units | Iterable[Units] | None = None,
     accumulates: bool = False,
@@ -132,7 +132,8 @@ def largest_batch(
             or a dict with these names. The model may be the same each time.
         budget: bytes that the whole step may peak at: ``"8GiB"``, ``"80%"`` of the device, or ``"auto"``.
         hardware: to estimate for, as `measure` takes it.
-        ranks: with ``hardware``, over how many of them the model is divided; the batch is one rank's.
+        ranks: with ``hardware``, over how many of them the model is divided, as `measure` takes it; the batch is one
+            rank's.
         optimizer: from a model to its optimizer, such as ``lambda model: AdamW(model.parameters())``; unless given,
             the one that ``make`` returns.
         units: the modules to decide about, as `measure` takes them; by name or predicate.

@@ -1,7 +1,14 @@
 """What a training step costs: bytes and seconds, unit by unit."""
 
 from recoup.devices.tracker import MemoryTracker
-from recoup.measuring.estimate import Hardware, find_hardware, measure_hardware, read_hardware, write_hardware
+from recoup.measuring.estimate import (
+    Cluster,
+    Hardware,
+    find_hardware,
+    measure_hardware,
+    read_hardware,
+    write_hardware,
+)
 from recoup.measuring.measure import measure
 from recoup.measuring.optimizer.cost import OptimizerCost, optimizer_cost
 from recoup.model.preserve import preserving
@@ -9,6 +16,7 @@ from recoup.model.recipe import Recipe
 from recoup.plans.profile import Profile, ProfiledUnit
 
 __all__ = [
+    "Cluster",
     "Hardware",
     "MemoryTracker",
     "OptimizerCost",

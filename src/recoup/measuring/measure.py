@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from recoup.capture.seconds import OperationSeconds
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.errors import CaptureError, CheckpointError, SampleError
-from recoup.measuring.estimate import Hardware, check_ranks, faked, find_hardware, sharded, units_in_copy
+from recoup.measuring.estimate import (
+    Cluster,
+    Hardware,
+    faked,
+    find_hardware,
+    read_ranks,
+    sharded,
+    units_in_copy,
+)
 from recoup.measuring.largest import largest_costs, slowest_inside
 from recoup.measuring.measured import Measured
 from recoup.measuring.optimizer.cost import OptimizerCost, joint_cost, optimizer_cost
@@ -58,7 +66,7 @@ def measure(
     holds_output: bool = True,
     unsafe: Mapping[str, str] | None = None,
     hardware: Hardware | str | Path | None = None,
-    ranks: int = 1,
+    ranks: int | Cluster = 1,
     engine: str = "eager",
 ) -> Profile:
     """Measures a model's training step, unit by unit: the plain step need not fit.
@@ -83,8 +91,9 @@ def measure(
             ``output = model(x); loss_of(output).backward()`` does and ``model(x).loss.backward()`` does not.
         unsafe: by unit name, why it must be kept whatever the budget.
         hardware: a GPU's name such as ``"H200"``, a file written by ``recoup hardware``, or figures of your own.
-        ranks: with ``hardware``, over how many of them parameters, gradients and optimizer state are divided. The
-            sample is one rank's.
+        ranks: with ``hardware``, over how many of them parameters, gradients and optimizer state are divided, by FSDP2;
+            or a `Cluster` that says how, and how fast its links are. The sample is one rank's. Seconds include the
+            communication that computing does not hide.
         engine: ``"eager"``; or ``"captured"`` or ``"compiled"``, where large units run as graphs that torch's compiler
             captures, without or with generated code. What cannot be captured is measured as it runs eagerly.
 
@@ -118,14 +127,14 @@ def measure(
             )
     training = TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer)
     unsafe = unsafe or {}
-    check_ranks(ranks)
+    cluster = read_ranks(ranks)
     if hardware is not None:
         found = find_hardware(hardware)
         measured = _estimate_step(training, found, units=units, accumulates=accumulates, unsafe=unsafe)
-        return sharded(measured.profile(holds_output), model, ranks)
-    if ranks > 1:
+        return sharded(measured.profile(holds_output), model, read_ranks(ranks, found))
+    if cluster.ranks > 1:
         raise SampleError(
-            f"ranks={ranks} goes with hardware=: a measured model is divided already, or not at all."
+            f"ranks={cluster.ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
     measurement = begin_measurement(training, units=units)
     return measure_step(measurement, accumulates=accumulates, unsafe=unsafe).profile(holds_output)

@@ -33,6 +33,7 @@ def _gpu(
     float8: float,
     bandwidth: float,
     link: float,
+    peer: float = 0,
     workspace_mib: int = 8,
 ) -> Hardware:
     """Memory in GiB as the driver reports it, TFLOP/s without sparsity, GB/s."""
@@ -45,6 +46,7 @@ def _gpu(
         float8_flops_per_s=float8 * _TERA,
         bandwidth_bytes_per_s=bandwidth * _GIGA,
         host_link_bytes_per_s=link * _GIGA,
+        peer_bytes_per_s=peer * _GIGA,
         latency_s=_LATENCY_S,
         efficiency=PUBLISHED_EFFICIENCY,
         kernels=_MEASURED.kernels,
@@ -53,23 +55,52 @@ def _gpu(
     )
 
 
-# The makers' data sheets. The link is PCIe, one way: 16 GB/s for version 3, 32 for 4, 64 for 5.
+# The makers' data sheets. The link is PCIe x16, one way: 16 GB/s for version 3, 32 for 4, 64 for 5. The peer link is
+# NVLink, one way, half of what the sheets add up: 900 GB/s for version 5 (B200), 450 for 4 (H100, H200), 300 for 3
+# (A100), 150 for 2 (V100), each on boards with SXM sockets. The others have none here: their ranks meet over PCIe.
 _GPUS = (
     _gpu(
-        "B200", 178, float32=75, tf32=1100, half=2250, float8=4500, bandwidth=8000, link=64, workspace_mib=32
+        "B200",
+        178,
+        float32=75,
+        tf32=1100,
+        half=2250,
+        float8=4500,
+        bandwidth=8000,
+        link=64,
+        peer=900,
+        workspace_mib=32,
     ),
     _gpu(
-        "H200", 139.8, float32=67, tf32=495, half=989, float8=1979, bandwidth=4800, link=64, workspace_mib=32
+        "H200",
+        139.8,
+        float32=67,
+        tf32=495,
+        half=989,
+        float8=1979,
+        bandwidth=4800,
+        link=64,
+        peer=450,
+        workspace_mib=32,
     ),
     _gpu(
-        "H100", 79.1, float32=67, tf32=495, half=989, float8=1979, bandwidth=3350, link=64, workspace_mib=32
+        "H100",
+        79.1,
+        float32=67,
+        tf32=495,
+        half=989,
+        float8=1979,
+        bandwidth=3350,
+        link=64,
+        peer=450,
+        workspace_mib=32,
     ),
-    _gpu("A100-80GB", 79.2, float32=19.5, tf32=156, half=312, float8=0, bandwidth=2039, link=32),
-    _gpu("A100-40GB", 39.4, float32=19.5, tf32=156, half=312, float8=0, bandwidth=1555, link=32),
+    _gpu("A100-80GB", 79.2, float32=19.5, tf32=156, half=312, float8=0, bandwidth=2039, link=32, peer=300),
+    _gpu("A100-40GB", 39.4, float32=19.5, tf32=156, half=312, float8=0, bandwidth=1555, link=32, peer=300),
     _gpu("L40S", 44.4, float32=91.6, tf32=183, half=362, float8=733, bandwidth=864, link=32),
     _gpu("L4", 22.0, float32=30.3, tf32=60, half=121, float8=242, bandwidth=300, link=32),
     _gpu("A10", 22.1, float32=31.2, tf32=62.5, half=125, float8=0, bandwidth=600, link=32),
-    _gpu("V100", 31.7, float32=15.7, tf32=0, half=125, float8=0, bandwidth=900, link=16),
+    _gpu("V100", 31.7, float32=15.7, tf32=0, half=125, float8=0, bandwidth=900, link=16, peer=150),
     _gpu("T4", 14.6, float32=8.1, tf32=0, half=65, float8=0, bandwidth=320, link=16),
     _gpu("RTX 4090", 23.5, float32=82.6, tf32=82.6, half=165, float8=330, bandwidth=1008, link=32),
     _gpu("RTX 3090", 23.6, float32=35.6, tf32=35.6, half=71, float8=0, bandwidth=936, link=32),

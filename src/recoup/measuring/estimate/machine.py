@@ -35,6 +35,7 @@ class Hardware:
         float8_flops_per_s: 0 if it has none.
         bandwidth_bytes_per_s: of its memory, reads and writes together.
         host_link_bytes_per_s: between it and the host, one way.
+        peer_bytes_per_s: between it and another one in the same node, one way; 0 if that goes through the host's link.
         latency_s: the least that an operation takes, where the seconds of its class were not measured.
         efficiency: the share of these figures that operations of such classes reach: 1 for measured figures.
         kernels: seconds of classes of kernels, measured at several sizes.
@@ -64,6 +65,7 @@ class Hardware:
     workspace_bytes: int = 0
     device_type: Literal["cuda", "cpu"] = "cuda"
     host_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
     kernels: tuple[KernelCurve, ...] = ()
 
     def __post_init__(self) -> None:
@@ -80,7 +82,7 @@ class Hardware:
 
     def _check_number(self, field: str, value: Any, *, is_whole: bool) -> None:
         may_be_zero = field in (
-            "tf32_flops_per_s", "float8_flops_per_s", "workspace_bytes", "latency_s", "host_s"
+            "tf32_flops_per_s", "float8_flops_per_s", "workspace_bytes", "latency_s", "host_s", "peer_bytes_per_s"
         )  # fmt: skip
         kinds = int if is_whole else (int, float)
         is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)

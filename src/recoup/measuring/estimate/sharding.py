@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state divided over ranks, as fully sharded data parallelism does.
+"""What one of several ranks holds, and how long it communicates: fully sharded (FSDP2), or everything on each (DDP).
 
 NOTE [ Sharding ]
     1. Each unit is a group of its own: a rank holds its share of all parameters, gradients and optimizer state,
@@ -8,73 +8,89 @@ NOTE [ Sharding ]
        being reduced over the ranks. Its own full gradients are part of its measured backward.
     3. Parameters outside all units belong to the root, and stay in full, like their gradients.
     4. Buffers are not divided. A sample is one rank's batch, so activations stay as they are.
-    5. Communication is assumed to overlap with the computation: seconds do not include it.
+    5. Units that stay gathered between forward and backward are values with this lifetime; none is prefetched again.
+    6. With DDP a rank holds everything, and once more all gradients, in the buckets in which they are summed up.
+    7. Seconds include the communication that computing does not hide: NOTE [ Overlap ].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
 
-from recoup.errors import SampleError
+from recoup.measuring.estimate.cluster import Cluster
+from recoup.measuring.estimate.communication import Group, with_communication
 from recoup.model.slices import find_module
-from recoup.planning import Unit
+from recoup.planning import Lifetime, Phase, Problem, Unit, Use
 from recoup.plans.profile import Profile, Residents
 from recoup.tensors import needing_gradient, tensors_in
 
-__all__ = ["check_ranks", "sharded"]
+__all__ = ["sharded"]
+
+_GATHERED = "gathered parameters"
 
 
-def check_ranks(ranks: int) -> None:
-    """Refuses a number of ranks that is none.
-
-    Raises:
-        SampleError: it is no whole number of at least 1.
-    """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise SampleError(f"ranks must be a whole number of at least 1; got {ranks!r}.")
-
-
-def sharded(profile: Profile, model: nn.Module, ranks: int) -> Profile:
+def sharded(profile: Profile, model: nn.Module, cluster: Cluster) -> Profile:
     """The profile of one of several ranks, by NOTE [ Sharding ].
 
     Args:
         profile: of the step on one device that holds everything.
         model: that was measured.
-        ranks: over which it is divided.
+        cluster: the ranks, with the speed of their links.
     """
-    if ranks == 1:
+    if cluster.ranks == 1:
         return profile
-    groups = [
+    owned = [
         [] if unit.module is None else list(find_module(model, unit.module).parameters())
         for unit in profile.units
     ]
-    grouped = set(tensors_in(groups))
-    root = [parameter for parameter in model.parameters() if parameter not in grouped]
-    # A group before the first and one behind the last, both empty.
-    full = [0, *map(_num_bytes, groups), 0]
-    gradients = [0, *(_num_bytes(needing_gradient(group)) for group in groups), 0]
-    residents = _residents(profile.residents, model, root, ranks)
-    units = []
-    for index, unit in enumerate(profile.problem.units, start=1):
-        forward_bytes = full[index] + full[index + 1]
-        backward_bytes = full[index] + full[index - 1] + gradients[index + 1]
-        units.append(_with_groups(unit, forward_bytes, backward_bytes, ranks))
+    grouped = set(tensors_in(owned))
+    outside = [parameter for parameter in model.parameters() if parameter not in grouped]
+    groups, root = list(map(_group, owned)), _group(outside)
+    if cluster.kind == "ddp":
+        whole = profile.residents
+        residents = replace(whole, other_bytes=whole.other_bytes + whole.gradient_bytes)
+        problem = profile.problem
+    else:
+        residents = _residents(profile.residents, model, root, cluster.ranks)
+        problem = _gathered(profile.problem, groups, cluster)
     resident_bytes = residents.total_bytes + profile.accumulates * residents.gradient_bytes
-    problem = replace(profile.problem, units=tuple(units)).with_resident(resident_bytes)
-    return replace(profile, problem=problem, residents=residents, ranks=ranks)
+    problem = with_communication(problem.with_resident(resident_bytes), groups, root, cluster)
+    return replace(profile, problem=problem, residents=residents, ranks=cluster.ranks)
+
+
+def _group(parameters: Iterable[nn.Parameter]) -> Group:
+    owned = list(parameters)
+    return Group(_num_bytes(owned), _num_bytes(needing_gradient(owned)))
+
+
+def _gathered(problem: Problem, groups: Sequence[Group], cluster: Cluster) -> Problem:
+    """The problem with units in full while they run."""
+    # A group before the first and one behind the last, both empty.
+    full = [0, *(group.parameter_bytes for group in groups), 0]
+    gradients = [0, *(group.gradient_bytes for group in groups), 0]
+    units, values = [], list(problem.values)
+    for index, unit in enumerate(problem.units):
+        own, before, after = full[index + 1], full[index], full[index + 2]
+        prefetched = before if cluster.reshard_after_forward else 0
+        backward_bytes = own + prefetched + gradients[index + 2]
+        units.append(_with_groups(unit, own + after, backward_bytes, cluster.ranks))
+        if own and not cluster.reshard_after_forward:
+            made, read = Use(Phase.FIRST, index), (Use(Phase.BACKWARD, index),)
+            values.append(Lifetime(_GATHERED, own, made=made, read=read, in_scratch=True))
+    return replace(problem, units=tuple(units), values=tuple(values))
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _residents(whole: Residents, model: nn.Module, root: list[nn.Parameter], ranks: int) -> Residents:
+def _residents(whole: Residents, model: nn.Module, root: Group, ranks: int) -> Residents:
     parameters = _num_bytes(model.parameters())
     buffer_bytes = max(0, whole.parameter_bytes - parameters)
-    root_bytes = _num_bytes(root) + _num_bytes(needing_gradient(root))
+    root_bytes = root.parameter_bytes + root.gradient_bytes
     return Residents(
         buffer_bytes + _share(parameters, ranks),
         _share(whole.optimizer_bytes, ranks),
