@@ -375,6 +375,17 @@ def test_equal_results_do_not_drift() -> None:
     assert differing({"w": fingerprint(sparse)}, {"w": fingerprint(sparse * 2)}) == ["w"]
 
 
+@pytest.mark.parametrize(("dtype", "noise"), [(torch.float32, 1e-8), (torch.bfloat16, 1e-4)])
+def test_gradients_that_are_zero_but_for_rounding_are_not_too_far(dtype: torch.dtype, noise: float) -> None:
+    """As that of a bias before a normalisation: its sign may be another each time."""
+    weight = torch.ones(100, dtype=dtype)
+    first, second = torch.full((4,), noise, dtype=dtype), torch.full((4,), -noise, dtype=dtype)
+    assert too_far(drift_between({"w": weight, "b": first}, {"w": weight, "b": second})) == []
+    assert too_far(drift_between({"b": first}, {"b": second}))
+    wrong = drift_between({"w": weight, "b": weight[:4]}, {"w": weight, "b": -weight[:4]})
+    assert [drift.name for drift in too_far(wrong)] == ["b"]
+
+
 def apply_forced(model: nn.Module, x: Tensor) -> ModelPlan:
     plan = forced(model, x)
     apply(model, plan)

@@ -48,18 +48,34 @@ class Drift(NamedTuple):
 
 
 def drift_between(first: Results, second: Results) -> list[Drift]:
-    """How far the two are apart, wherever they are not equal to the last bit."""
+    """How far the two are apart, wherever they are not equal to the last bit.
+
+    Some gradients are zero but for rounding, such as that of a bias before a normalisation: their errors are shares of
+    what rounding leaves of all gradients together.
+    """
     found = []
+    size = math.hypot(*(_numbers(tensor).nan_to_num().norm().item() for tensor in first.values()))
     for name in sorted(first.keys() | second.keys()):
         if name not in first or name not in second or first[name].shape != second[name].shape:
             found.append(Drift(name, math.inf, 0.0))
         elif not is_same(digest(first[name]), digest(second[name])):
-            found.append(_drift(name, first[name], second[name]))
+            found.append(_drift(name, first[name], second[name], size * _rounding(first[name].dtype)))
     return found
 
 
-def _drift(name: str, left: Tensor, right: Tensor) -> Drift:
-    left, right = ((torch.view_as_real(t) if t.is_complex() else t).double().flatten() for t in (left, right))
+def _rounding(dtype: torch.dtype) -> float:
+    """What rounding leaves of something that would be zero, as a share of what it is computed from."""
+    is_rounded = dtype.is_floating_point or dtype.is_complex
+    return min(16 * torch.finfo(dtype).eps, 1e-3) if is_rounded else 0.0
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
+
+
+def _drift(name: str, left: Tensor, right: Tensor, least: float) -> Drift:
+    """How far two tensors are apart, as a share of the first, or of ``least`` if it is smaller."""
+    left, right = _numbers(left), _numbers(right)
     missing = left.isnan()
     if not torch.equal(missing, right.isnan()):
         return Drift(name, math.inf, 0.0)
@@ -67,6 +83,7 @@ def _drift(name: str, left: Tensor, right: Tensor) -> Drift:
     size, other = left.norm().item(), right.norm().item()
     apart = (left - right).norm().item()
     cosine = torch.dot(left, right).item() / (size * other) if size and other else float(size == other)
+    size = max(size, least)
     return Drift(name, apart / size if size else (math.inf if apart else 0.0), cosine)
 
 
