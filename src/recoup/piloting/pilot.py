@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from recoup.devices.meter import device_of
+from recoup.devices.meter import device_of, gc_disabled
 from recoup.devices.tracker import MemoryTracker
 from recoup.engines import apply
 from recoup.errors import BudgetError, FitError
@@ -204,7 +204,8 @@ class Autopilot:
     def _planning(self, kind: str, reason: str, usable_bytes: int, lost_s: float = 0.0) -> Iterator[None]:
         """A block that may choose another plan, which is applied; unless nothing happened, it is an event."""
         before, start_s = self.plan, time.perf_counter()
-        yield
+        with gc_disabled():  # a collection can take longer than planning
+            yield
         if self.plan is before and kind != "out of memory":
             return
         apply(self._fitted, self.plan)  # also the same one: a step that failed left its place in it

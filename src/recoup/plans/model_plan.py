@@ -34,6 +34,9 @@ _NUM_IN_FLIGHT = 24
 """How many plans are compared where several forwards are in flight."""
 """An output that takes less of the peak than this is not worth a sentence."""
 
+_WARM = 6
+"""For how many budgets a `Replanner` plans when it is made."""
+
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -212,7 +215,7 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
 class Replanner:
     """Plans one profile again and again: the solvers' shared work is done once, when this is made.
 
-    For 100 units that takes seconds, and each plan after it some 50 ms.
+    For 100 units that takes seconds, and each plan after it some 100 ms (``benchmarks/autopilot.py``).
 
     Attributes:
         profile: that is planned.
@@ -225,6 +228,10 @@ class Replanner:
         least_bytes = max(self._session.smallest_bytes, profile.residents.optimizer_peak_bytes)
         least = ModelPlan(profile, self._session.plan(least_bytes), least_bytes)
         self.smallest = replace(least, budget_bytes=smallest_budget(least))
+        # Solvers have tables of their own for small and for large budgets.
+        span_bytes = max(0, profile.plain.peak_bytes - least_bytes)
+        for share in range(1, _WARM + 1):
+            self._session.plan(least_bytes + span_bytes * share // _WARM)
 
     def plan(self, budget_bytes: int) -> ModelPlan:
         """As `plan`."""
