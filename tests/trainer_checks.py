@@ -75,6 +75,7 @@ def lightning_on_two_ranks(rank: int) -> None:
     """Lightning's strategy for data parallelism, in processes that a launcher started."""
     _as_launched(rank)
     import lightning
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import DDPStrategy
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -106,7 +107,7 @@ def lightning_on_two_ranks(rank: int) -> None:
             devices=2,
             strategy=DDPStrategy(process_group_backend="gloo"),
             callbacks=list(callbacks),
-            logger=False,
+            logger=CSVLogger(tempfile.mkdtemp()),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,

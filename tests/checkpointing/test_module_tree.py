@@ -138,3 +138,36 @@ def test_a_module_that_changes_all_the_time_has_none_in_the_end() -> None:
         model[0].changing = value
         found.append(note_tree(model) is not None)
     assert found == [True] * 4 + [False] * 3
+
+
+def test_functions_of_libraries_do_not_keep_what_they_lead_to() -> None:
+    model, other = block(), block()
+    model[0].forward = _library_closure(other)
+    gone = weakref.ref(other)
+    assert note_tree(model) is not None
+    del other
+    model[0].__dict__.pop("forward")
+    gc.collect()
+    assert gone() is None
+
+
+def _library_closure(module: nn.Module) -> Any:
+    """A function whose code is in a library's file, and that leads to a module."""
+    code = compile(
+        "def make(module):\n    def forward(x):\n        return module(x)\n    return forward",
+        torch.__file__,
+        "exec",
+    )
+    found: dict[str, Any] = {}
+    exec(code, found)
+    return found["make"](module)
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_a_fitted_model_can_be_freed(verifies: bool) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+    recoup.fit(model, torch.randn(64, 16), budget="1MiB", loss=torch.Tensor.mean, verify=verifies)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

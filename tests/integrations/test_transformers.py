@@ -206,6 +206,25 @@ def test_a_refusal_makes_the_batch_smaller_where_the_trainer_looks_for_one(tmp_p
         trainer.train()
 
 
+def test_the_batch_shrinks_until_a_plan_fits(tmp_path: Path) -> None:
+    """Batches of 16 rows do not fit, whatever is recomputed."""
+    callback = RecoupCallback("1100KiB", race=False)
+    options = {"max_steps": 1, "per_device_train_batch_size": 16}
+    trainer: Any = trainer_for(tmp_path, callback, auto_find_batch_size=True, **options)
+    trainer.train()
+    assert callback.fitted is not None
+    assert callback.fitted.verification is not None
+    assert callback.fitted.verification.peak_bytes <= 1100 * 1024
+    assert 1 < trainer._train_batch_size < 16
+
+
+def test_a_refusal_leaves_checkpointing_on(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, RecoupCallback(1000), gradient_checkpointing=True, max_steps=1)
+    with pytest.raises(BudgetError):
+        trainer.train()
+    assert trainer.model.is_gradient_checkpointing
+
+
 def test_metrics_of_the_trainers_own_do_not_count_measured_steps(tmp_path: Path) -> None:
     class Counting(Trainer):
         num_calls = 0
@@ -214,6 +233,7 @@ def test_metrics_of_the_trainers_own_do_not_count_measured_steps(tmp_path: Path)
         def compute_loss(self, model: Any, inputs: Any, **given: Any) -> Any:
             self.num_calls += 1
             self.seen.append(self.num_calls)
+            self.log({"number": self.num_calls})
             return super().compute_loss(model, inputs, **given)
 
     trainer: Any = trainer_for(tmp_path, RecoupCallback(budget_for(), race=False), kind=Counting)
@@ -221,6 +241,7 @@ def test_metrics_of_the_trainers_own_do_not_count_measured_steps(tmp_path: Path)
     trainer.train()
     assert trainer.num_calls == 3
     assert trainer.seen == [1, 2, 3]
+    assert [entry["number"] for entry in trainer.state.log_history if "number" in entry] == [1, 2, 3]
 
 
 # Batches
@@ -236,28 +257,36 @@ def test_the_largest_of_a_few_batches_and_no_random_number_drawn() -> None:
     assert batch["input_ids"].shape == (4, longest)
 
 
-def test_data_that_can_be_read_only_once_are_not_read() -> None:
-    class Once(IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return self
-
-        def __next__(self) -> int:
-            raise AssertionError("read")
-
-    loader = torch.utils.data.DataLoader(Once(), batch_size=2)
-    with pytest.raises(SampleError, match=r"can be read only once.*give sample="):
-        largest_batch_of(loader, num_batches=1)
+def test_empty_data() -> None:
     with pytest.raises(SampleError, match="The training data are empty"):
         largest_batch_of(torch.utils.data.DataLoader([], batch_size=2), num_batches=1)
 
 
-def test_an_iterable_dataset_is_begun_anew() -> None:
-    class Again(IterableDataset[Tensor]):
+def test_loaders_whose_batches_cannot_be_made_here_need_a_sample() -> None:
+    class Stream(IterableDataset[Tensor]):
         def __iter__(self) -> Any:
-            return iter(torch.ones(5, 3))
+            raise AssertionError("read")
 
-    loader = torch.utils.data.DataLoader(Again(), batch_size=2)
-    assert largest_batch_of(loader, num_batches=2).shape == (2, 3)
+    class Buckets:
+        def __iter__(self) -> Any:
+            raise AssertionError("read")
+
+    stream = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    with pytest.raises(SampleError, match=r"may be a stream.*give sample="):
+        largest_batch_of(stream, num_batches=2)
+    buckets: Any = torch.utils.data.DataLoader(Rows(), batch_sampler=Buckets())  # type: ignore[arg-type]
+    with pytest.raises(SampleError, match=r"batches of any size: give sample="):
+        largest_batch_of(buckets, num_batches=2)
+    with pytest.raises(SampleError, match=r"A list does not say what it reads: give sample="):
+        largest_batch_of([1, 2], num_batches=2)
+
+
+def test_batches_of_a_sampler_with_a_size_and_rows_that_are_batches() -> None:
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(Rows()), 6, drop_last=True)
+    loader: Any = torch.utils.data.DataLoader(Rows(), batch_sampler=sampler, collate_fn=padded)
+    assert largest_batch_of(loader, num_batches=2)["input_ids"].shape[0] == 6
+    whole: Any = torch.utils.data.DataLoader([torch.ones(4, 3), torch.ones(5, 3)], batch_size=None)  # type: ignore[arg-type]
+    assert largest_batch_of(whole, num_batches=2).shape == (5, 3)
 
 
 # Without the library

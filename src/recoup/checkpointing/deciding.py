@@ -12,21 +12,25 @@ from recoup.checkpointing.sampling import is_sampling_as_usual, site_of
 
 __all__ = ["DecidingSite", "deciding_site"]
 
+_NUM_FIRST = 8
+
 
 class DecidingSite:
     """Where calls come from, and by which functions these make decisions."""
 
-    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "reference")
+    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "_num_watched", "reference")
 
     def __init__(self, site: Any) -> None:
         self._is_known = False
         self._functions: Functions | None = None
-        self._num_left, self._gap = 0, 1
+        self._num_watched, self._num_left, self._gap = 0, 0, _NUM_FIRST
         """Calls until the next one that is watched, and from that to the one after it."""
         self.reference = weakref.ref(site, functools.partial(_remove, id(site)))
 
     def watched(self) -> Functions | None:
-        """What is watched in the next call: all in the first, 2nd, 4th, 8th, …, else the functions that have decided.
+        """What is watched in the next call: all in the first eight, the 16th, 32nd, …, else what has decided.
+
+        Eight, since a step may call one site for several layers, of which only some decide.
 
         Of calls in replays and in measurements, all is watched in the first only.
         """
@@ -35,7 +39,9 @@ class DecidingSite:
             return self._functions
         if depth() or not is_sampling_as_usual():
             return self._functions if self._is_known else ALL
-        self._num_left, self._gap = self._gap - 1, 2 * self._gap
+        self._num_watched += 1
+        if self._num_watched >= _NUM_FIRST:
+            self._num_left, self._gap = self._gap - 1, 2 * self._gap
         return ALL
 
     def note(self, deciding: Functions | None) -> None:

@@ -10,10 +10,11 @@ NOTE [ Decisions are kept, values are recomputed ]
 2. Operations that select return values beside the indices. Their replay takes the values at the kept
    indices, from its own input: they are those of the forward if the inputs are, and gradients go where the forward's
    choice was.
-3. Decisions are recognised by a dispatch mode, which costs about 6 µs for each operation. It is on for the 1st, 2nd,
-   4th, 8th, … call of a call site, and finds out which of torch's functions, as the code calls them, decide there. In
-   all other calls it is on inside these functions only, which a function mode tells for about 1 µs a call.
-4. What is kept is numbered. The replay must decide in the same order, by the same operations on the same shapes.
+3. Decisions are recognised by a dispatch mode, which costs about 6 µs for each operation. It is on for the first eight
+   calls of a call site, the 16th, 32nd, …, and finds out which of torch's functions, as the code calls them, decide
+   there. In all other calls it is on inside these functions only, which a function mode tells for about 1 µs a call.
+4. What is kept is numbered. The replay must decide in the same order, by the same operations on the same shapes; it may
+   leave some out, which a cache has by now.
 5. A decision that is larger than its share of the call's arguments is a mask over values rather than a choice. It
    is numbered but not kept, and the replay computes it anew.
 6. Copies are kept, and copies are handed out: functions may change in place what they get.
@@ -183,13 +184,17 @@ class Handing(Region):
     def _take(self, now: Kept) -> Any:
         """A copy of what the forward kept in this place; None if it kept nothing."""
         number = self._next
-        self._next += 1
         then = self.kept[number] if number < len(self.kept) else None
         if then is None and self._may_go_on:
             return None
-        if then is None or then[:2] != now[:2]:
+        # What the forward alone has done, such as filling a cache, is passed over.
+        alike = (index for index in range(number, len(self.kept)) if self.kept[index][:2] == now[:2])
+        found = next(alike, None)
+        if found is None:
             raise self._refuse(number, then, now)
-        return None if then.value is None else _copied(then.value)
+        self._next = found + 1
+        value = self.kept[found].value
+        return None if value is None else _copied(value)
 
 
 class _Watch(WatchingMode):
@@ -247,7 +252,7 @@ class _WatchInside(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs a function, watched if it is one of those."""
-        if func not in self._functions:
+        if torch.compiler.is_compiling() or func not in self._functions:
             return func(*args, **(kwargs or {}))
         with _Watch(self._region):
             return func(*args, **(kwargs or {}))
@@ -268,6 +273,8 @@ class Learning(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs a function, and looks whether the region has seen decisions meanwhile."""
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         before = self._region.num_decisions
         result = func(*args, **(kwargs or {}))
         if num_new := self._region.num_decisions - before:

@@ -5,7 +5,7 @@ NOTE [ Trees ]
        So the first call looks, and makes a `Tree`: which containers there are, and where tensors and modules lie in
        them. Later calls read all values into one list, with built-in functions only.
     2. A tree fits as long as keys, lengths and *types* are those that it was made from: what is to be noted follows
-       from these. It holds no values but names, plain tuples and functions of libraries, so it keeps no tensor alive.
+       from these. It holds no values but names, plain tuples and code of libraries, so it keeps no tensor alive.
     3. Not all modules have one: no attribute may have a history or lead to objects that are followed further, and there
        are no hooks. `FunctionState` looks at those one by one, and at modules that change all the time.
 """
@@ -129,7 +129,7 @@ class Tree:
         self._all_tensors = _getter(tensors)
         self._children, self._constants = _getter(children), _getter(constants)
         self._child_indices = [index_of[id(values[position])] for position in children]
-        self._constant_values = self._constants(values)
+        self._constant_values = [_constant(value) for value in self._constants(values)]
 
     def modules(self) -> list[Module]:
         """The modules, the root first."""
@@ -148,7 +148,7 @@ class Tree:
         if (
             self._add_items(modules, values) != (self.keys, self.lengths)
             or list(map(type, values[num_attributes:])) != self._item_types
-            or any(map(is_not, self._constants(values), self._constant_values))
+            or any(map(is_not, map(_constant, self._constants(values)), self._constant_values))
             or any(map(is_not, self._children(values), map(modules.__getitem__, self._child_indices)))
             or any(tensor.grad_fn is not None for tensor in self._all_tensors(values))
         ):
@@ -227,6 +227,11 @@ def _is_fixed(value: Any) -> bool:
     return not isinstance(value, (*_CONTAINERS, deque, Generator)) and not is_own(type(value))
 
 
+def _constant(value: Any) -> Any:
+    """What tells a plain tuple, or a function, from others; of a function its code, since a closure leads anywhere."""
+    return value.__code__ if isinstance(value, FunctionType) else value
+
+
 class _Known:
     """The tree of a module, if it has one."""
 
@@ -251,12 +256,13 @@ def note_tree(root: Module) -> TreeState | None:
     known = _known.get(id(root))
     if known is None:
         known = _known[id(root)] = _Known(root)
-    while known.tree is not None or known.num_made < _MOST_TREES:
+    tree = known.tree
+    while tree is not None or known.num_made < _MOST_TREES:
         try:
-            if known.tree is None:
+            if tree is None:
                 known.num_made += 1
-                known.tree = Tree(root)
-            return TreeState(known.tree, known.tree.read())
+                tree = known.tree = Tree(root)
+            return TreeState(tree, tree.read())
         except _UnlikeError:
-            known.tree = None
+            tree = known.tree = None
     return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -18,19 +17,20 @@ __all__ = ["largest_batch_of"]
 def largest_batch_of(loader: Any, *, num_batches: int, batch_size: int | None = None) -> Any:
     """The largest of a few batches, by elements, made of rows from all over the loader's dataset.
 
-    Rows are read and collated here, not by the loader, so that training sees the same batches as without.
+    Rows are read and collated here, not by the loader, so that training sees the same batches as without. A loader
+    whose batches cannot be made so needs a sample of the user's.
 
     Args:
-        loader: a `DataLoader`, or a wrapper with the same attributes; anything else is iterated over.
+        loader: a `DataLoader`, or a wrapper with the same attributes.
         num_batches: how many are made.
         batch_size: rows in a batch, unless the loader says so.
 
     Raises:
-        SampleError: the dataset is empty, or can be read only once.
+        SampleError: the dataset is empty, may be a stream that can be read only once, or a sampler makes the batches.
     """
     put_back = held_random_state()
     try:
-        batches = list(_batches(loader, num_batches, batch_size))
+        batches = _batches(loader, num_batches, batch_size)
     finally:
         put_back()
     if not batches:
@@ -38,27 +38,30 @@ def largest_batch_of(loader: Any, *, num_batches: int, batch_size: int | None = 
     return max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors_in(batch)))
 
 
-def _batches(loader: Any, num_batches: int, batch_size: int | None) -> Iterator[Any]:
+def _batches(loader: Any, num_batches: int, batch_size: int | None) -> list[Any]:
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-    size = getattr(loader, "batch_size", None) or batch_size
-    if dataset is None or collate is None or size is None:
-        return islice(_begun(loader), num_batches)
+    if dataset is None or collate is None:
+        raise _unreadable(f"A {type(loader).__name__} does not say what it reads")
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is None and not isinstance(dataset, IterableDataset):  # rows are batches
+        return [collate(row) for row in _rows(dataset, num_batches)]
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or batch_size
+    if not isinstance(size, int):
+        raise _unreadable("A sampler of the loader's own makes batches of any size")
     rows = _rows(dataset, num_batches * size)
-    return (collate(rows[first : first + size]) for first in range(0, len(rows), size))
+    return [collate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
 def _rows(dataset: Any, num_rows: int) -> Sequence[Any]:
+    if type(dataset).__module__.partition(".")[0] == "datasets" and not hasattr(dataset, "__getitem__"):
+        return list(dataset.take(num_rows))  # which begins anew each time
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return list(islice(_begun(dataset), num_rows))
+        raise _unreadable(
+            "The training data may be a stream, of which rows that are read here would be missing"
+        )
     num_rows = min(num_rows, len(dataset))
     return [dataset[index * len(dataset) // num_rows] for index in range(num_rows)]
 
 
-def _begun(data: Iterable[Any]) -> Iterator[Any]:
-    found = iter(data)
-    if found is data:
-        raise SampleError(
-            "The training data can be read only once, and a batch that is taken from them to plan for would be"
-            " missing in training: give sample=, a batch as large as the largest."
-        )
-    return found
+def _unreadable(why: str) -> SampleError:
+    return SampleError(f"{why}: give sample=, a batch as large as the largest.")

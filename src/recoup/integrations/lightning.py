@@ -6,7 +6,7 @@ NOTE [ What Lightning's step is made of ]
        of several ranks, and the module's own `backward`. What it logs while it is measured is dropped.
     3. Lightning clears gradients between forward and backward: those of the last step are there in the forward.
     4. The plan is part of the callback's state, so it is in every checkpoint. A run that is resumed with the same
-       budget applies it without measuring.
+       budget, batch, options and device applies it without measuring.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recoup.engines import apply
-from recoup.errors import ApplyError, FitError
+from recoup.errors import ApplyError, EncodingError, FitError, SampleError
 from recoup.fitting import Fitted, fit
 from recoup.integrations.batches import largest_batch_of
 from recoup.integrations.missing import not_installed
 from recoup.integrations.outcome import figures, headline, write_outcome
 from recoup.plans import ModelPlan
 from recoup.progress import showing
+from recoup.tensors import tensors_in
 
 try:
     from lightning.pytorch import Callback
@@ -56,36 +58,37 @@ class RecoupCallback(Callback):
         self.budget, self.sample, self.num_batches, self.options = budget, sample, num_batches, options
         self.fitted: Fitted | None = None
         self.plan: ModelPlan | None = None
-        self._resumed: ModelPlan | None = None
+        self._made_for: dict[str, str] = {}
+        self._resumed: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan, for a checkpoint."""
-        return {} if self.plan is None else {"budget": self.budget, "plan": self.plan.to_json()}
+        """The plan, and what it was made for, for a checkpoint."""
+        return {} if self.plan is None else {"plan": self.plan.to_json(), "made_for": self._made_for}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the plan of a checkpoint, if it was made for the same budget."""
-        if state_dict.get("budget") == self.budget:
-            self._resumed = ModelPlan.from_json(state_dict["plan"])
+        """Takes the plan of a checkpoint."""
+        self._resumed = state_dict
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Applies the plan of a checkpoint, or fits the module."""
-        model = trainer.strategy.model
-        if self._resumed is not None:
-            try:
-                apply(model, self._resumed)
-                self.plan = self._resumed
-                rank_zero_info("recoup: the plan of the checkpoint is applied.")
-                return
-            except ApplyError as error:
-                rank_zero_info(
-                    f"recoup: the checkpoint's plan is not for this module ({error}); it is made anew."
-                )
+        model, batch = trainer.strategy.model, self._batch(trainer)
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
+        self._made_for = {
+            "budget": str(self.budget),
+            "options": repr(sorted(self.options.items())),
+            "batch": repr(shapes),
+            "device": torch.cuda.get_device_name(pl_module.device)
+            if pl_module.device.type == "cuda"
+            else "cpu",
+        }
+        if self._apply_resumed(model):
+            return
         if not pl_module.automatic_optimization:
             raise FitError(
                 "RecoupCallback runs Lightning's own step, and this module optimizes manually. Call recoup.fit with"
                 " step= in its on_train_start instead, and leave the callback out."
             )
-        step = _step_of(trainer, pl_module, self._batch(trainer))
+        step = _step_of(trainer, pl_module, batch)
         with showing(trainer.progress_bar_callback is not None), _without_logging(pl_module):
             self.fitted = fit(
                 model,
@@ -99,12 +102,31 @@ class RecoupCallback(Callback):
         rank_zero_info(f"recoup: {headline(self.fitted)}")
         for logger in trainer.loggers:
             logger.log_metrics(figures(self.fitted), step=trainer.global_step)
-        if trainer.is_global_zero and trainer.loggers and trainer.log_dir is not None:
-            write_outcome(self.fitted, trainer.log_dir)
+        folder = trainer.log_dir if trainer.loggers else None  # all ranks ask: it is exchanged
+        if trainer.is_global_zero and folder is not None:
+            write_outcome(self.fitted, folder)
+
+    def _apply_resumed(self, model: Any) -> bool:
+        """Applies the plan of a checkpoint, if it was made for the same; once, since a later run may be another."""
+        resumed, self._resumed = self._resumed, {}
+        if not resumed or resumed.get("made_for") != self._made_for:
+            return False
+        try:
+            self.plan = ModelPlan.from_json(resumed["plan"])
+            apply(model, self.plan)
+        except (ApplyError, EncodingError) as error:
+            rank_zero_info(f"recoup: the checkpoint's plan cannot be used ({error}); it is made anew.")
+            return False
+        rank_zero_info("recoup: the plan of the checkpoint is applied.")
+        return True
 
     def _batch(self, trainer: Any) -> Any:
         batch = self.sample
         if batch is None:
+            if isinstance(trainer.train_dataloader, (dict, list, tuple)):
+                raise SampleError(
+                    "Several loaders are combined: give sample=, a batch as training_step takes it."
+                )
             batch = largest_batch_of(trainer.train_dataloader, num_batches=self.num_batches)
         batch = trainer.precision_plugin.convert_input(batch)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -133,8 +155,11 @@ def _without_logging(module: Any) -> Iterator[None]:
     def drop(*args: Any, **kwargs: Any) -> None:
         """Takes what ``self.log`` is given."""
 
-    module.__dict__.update(log=drop, log_dict=drop)
+    attributes = module.__dict__
+    own = {name: attributes[name] for name in ("log", "log_dict") if name in attributes}
+    attributes.update(log=drop, log_dict=drop)
     try:
         yield
     finally:
-        del module.__dict__["log"], module.__dict__["log_dict"]
+        del attributes["log"], attributes["log_dict"]
+        attributes.update(own)

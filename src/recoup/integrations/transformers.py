@@ -10,6 +10,7 @@ NOTE [ When the plan is made ]
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from contextlib import nullcontext
@@ -61,11 +62,30 @@ class RecoupCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Fits the model; everything that `recoup.fit` raises ends the training before it begins."""
         trainer = (self._trainer and self._trainer()) or _trainer_around()
-        _replace_checkpointing(trainer.model)
+        checkpoints = getattr(trainer.model, "is_gradient_checkpointing", False)
+        if checkpoints:
+            trainer.model.gradient_checkpointing_disable()
+        try:
+            self._fit(trainer, args, given["train_dataloader"])
+        except BaseException:
+            if checkpoints:
+                trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            raise
+        assert self.fitted is not None
+        if checkpoints:
+            _logger.warning(
+                "gradient_checkpointing=True is replaced by recoup's plan, which decides what to recompute."
+            )
+        _logger.info(headline(self.fitted))
+        trainer.log(figures(self.fitted))
+        if state.is_world_process_zero and args.output_dir is not None:
+            write_outcome(self.fitted, args.output_dir)
+
+    def _fit(self, trainer: Any, args: Any, loader: Any) -> None:
         batch = self.sample
         if batch is None:
-            loader = given["train_dataloader"]
-            batch = largest_batch_of(loader, num_batches=self.num_batches, batch_size=args.train_batch_size)
+            size = trainer._train_batch_size  # which is smaller than the arguments' where one is looked for
+            batch = largest_batch_of(loader, num_batches=self.num_batches, batch_size=size)
         model = trainer.model_wrapped
         model.train()
         num_steps = args.gradient_accumulation_steps
@@ -73,10 +93,16 @@ class RecoupCallback(TrainerCallback):
         [batch], num_items = trainer.get_batch_samples(iter([batch]), 1, args.device)
 
         def step() -> None:
-            trainer.training_step(model, dict(batch), num_items)
+            trainer.training_step(model, copy.copy(batch), num_items)
 
         too_large = as_out_of_memory() if args.auto_find_batch_size else nullcontext()
-        with showing(not args.disable_tqdm), too_large, attributes_held(trainer):
+        with (
+            showing(not args.disable_tqdm),
+            too_large,
+            attributes_held(trainer),
+            attributes_held(trainer.state),
+        ):
+            trainer.log = _drop  # what a step logs while it is measured
             self.fitted = fit(
                 model,
                 step=step,
@@ -85,10 +111,10 @@ class RecoupCallback(TrainerCallback):
                 accumulates=num_steps > 1,
                 **self.options,
             )
-        _logger.info(headline(self.fitted))
-        trainer.log(figures(self.fitted))
-        if state.is_world_process_zero and args.output_dir is not None:
-            write_outcome(self.fitted, args.output_dir)
+
+
+def _drop(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of ``Trainer.log``."""
 
 
 def fit_trainer(trainer: Any, budget: int | str = "auto", **options: Any) -> RecoupCallback:
@@ -117,11 +143,3 @@ def _trainer_around() -> Any:
         "RecoupCallback was called by something else than a transformers.Trainer. Give it the trainer:"
         " fit_trainer(trainer, budget=…)."
     )
-
-
-def _replace_checkpointing(model: Any) -> None:
-    if getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()
-        _logger.warning(
-            "gradient_checkpointing=True is replaced by recoup's plan, which decides what to recompute."
-        )
