@@ -84,7 +84,9 @@ class RecoupCallback(TrainerCallback):
     def _fit(self, trainer: Any, args: Any, loader: Any) -> None:
         batch = self.sample
         if batch is None:
-            size = trainer._train_batch_size  # which is smaller than the arguments' where one is looked for
+            size = (
+                trainer.state.train_batch_size
+            )  # which is smaller than the arguments' where one is looked for
             batch = largest_batch_of(loader, num_batches=self.num_batches, batch_size=size)
         model = trainer.model_wrapped
         model.train()
