@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from slowly import slow_but
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -119,7 +120,7 @@ def fitted_at(name: str, share: float) -> Fitted:
     return fitted
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("share", slow_but([0.0, 0.5], [0.0, 0.5, 0.8]))
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_models(name: str, share: float) -> None:
     case, fitted = case_of(name), fitted_at(name, share)

@@ -81,7 +81,13 @@ class Mixed(nn.Module):
 
 
 class TestWhatCannotBeCaptured:
-    @pytest.mark.parametrize(("kind", "reason"), [(Breaking, "graph_break"), (Choosing, "ata-dependent")])
+    @pytest.mark.parametrize(
+        ("kind", "reason"),
+        [
+            (Breaking, "graph_break"),
+            pytest.param(Choosing, "ata-dependent", marks=pytest.mark.slow),
+        ],
+    )
     def test_it_runs_eagerly_and_the_budget_holds(self, kind: Any, reason: str) -> None:
         model, sample = Mixed(kind), (torch.randn(32, 16),)
         expected = run(model, sample)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from everyday.subjects import gpt2, peak_bytes, tokens
+from slowly import slow_but
 from torch import Tensor, nn
 
 import recoup
@@ -176,7 +177,7 @@ def in_a_list(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return kept
 
 
-@pytest.mark.parametrize("hold", [by_name, as_tuple, in_a_list])
+@pytest.mark.parametrize("hold", slow_but([by_name], [by_name, as_tuple, in_a_list]))
 def test_every_way_of_holding_is_seen(hold: Any) -> None:
     """A name for the logits, a tuple, a list for later: each holds the tensor."""
     model, batch, optimizer = subject()

@@ -19,6 +19,7 @@ from everyday.subjects import (
     tokens,
     train,
 )
+from slowly import slow_but
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -88,7 +89,7 @@ def run_trainer(*, is_fitted: bool, make: Any = gpt2) -> tuple[float, dict[str, 
 
 
 @pytest.mark.usefixtures("_in_a_folder")
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("make", slow_but([llama], [gpt2, llama]))
 def test_trainer_with_default_arguments(make: Any) -> None:
     """The same losses and weights as of the model that is not fitted, and the peak under the budget."""
     loss, weights, plain_bytes, _ = run_trainer(is_fitted=False, make=make)
@@ -284,7 +285,7 @@ def test_generate_between_two_steps() -> None:
 # Signatures
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("make", slow_but([gpt2], [gpt2, llama]))
 def test_signatures_are_the_model_s_own(make: Any) -> None:
     model = make()
     expected = inspect.signature(model.forward)
@@ -310,7 +311,7 @@ def test_an_encoder_and_decoder() -> None:
     assert out.shape[0] == 8
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("make", slow_but([llama], [gpt2, llama]))
 def test_a_cache_that_the_plan_switches_off_is_named(make: Any) -> None:
     """And one that it does not switch off is not: where the caller says so."""
     model, batch = make(use_cache=True), tokens()
@@ -323,7 +324,7 @@ def test_a_cache_that_the_plan_switches_off_is_named(make: Any) -> None:
     assert (fitted.verification.gradients, fitted.verification.notes) == ("bit-equal", ())
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("make", slow_but([gpt2], [gpt2, llama]))
 def test_a_plan_that_keeps_everything_switches_the_cache_off(make: Any) -> None:
     """The step was measured without it: with the cache on, it would take more than was predicted."""
     model, batch = make(use_cache=True), tokens()

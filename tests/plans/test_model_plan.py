@@ -60,7 +60,7 @@ def test_the_smallest_budget_is_feasible_and_the_one_below_is_not(profile: objec
     assert frontier(measured, num_points=3)[0] == found
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0 (a test)"])
+@pytest.mark.parametrize("device", slow_but(["cuda:0 (a test)"], ["cpu", "cuda:0 (a test)"]))
 def test_the_smallest_budget_is_the_same_whatever_was_timed(device: str) -> None:
     """Segments hold copies of buffers, which ones depends on seconds: `plan` and `frontier` begin at one figure."""
     torch.manual_seed(0)

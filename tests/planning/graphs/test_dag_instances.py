@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from graph_cases import budget_of, instance
+from slowly import slow_but
 
 from recoup.planning.graphs.dag import solve_dag
 
@@ -38,7 +39,7 @@ def test_training_graphs_by_search(name, share, points):
     assert OPTIMA[name, share] <= plan.compute_s <= OPTIMA[name, share] + points / 100 * graph.plain_s
 
 
-@pytest.mark.parametrize("share", [0.9, 0.8])
+@pytest.mark.parametrize("share", slow_but([0.9], [0.9, 0.8]))
 def test_search_finds_a_schedule_of_the_wide_graph(share):
     graph = instance("layered_100")
     plan = solve_dag(graph, budget_bytes=budget_of(graph, share), effort="search", time_limit_s=ENOUGH_S)
