@@ -171,6 +171,7 @@ class _Reader:
         self.graph = graph
         outputs = graph.find_nodes(op="output")[0].args[0]
         self.outputs = [node for node in outputs[:num_outputs] if isinstance(node, Node)]
+        self.forward = _ancestors(self.outputs)
         self.value_of: dict[int, int] = {}
         """Numbers of values by the identity of their storages."""
         self.makers: list[Node] = []
@@ -227,6 +228,10 @@ class _Reader:
 
         Where sizes are symbolic, those that the cut names are kept.
         """
+        if (
+            node not in self.forward
+        ):  # such as the mask of a ReLU, which follows from what is kept or recomputed
+            return False
         given = [tensor for read in node.all_input_nodes for tensor in tensors_in(read.meta.get("val"))]
         result = node.meta.get("val")
         if not isinstance(node.target, OpOverload) or not decides(node.target, given, result):
@@ -246,6 +251,17 @@ class _Reader:
                 self.value_bytes.append(_known_bytes(storage.nbytes()))
             found.append(self.value_of[key])
         return found
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes, and all that they depend on."""
+    found, waiting = set(), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
 
 
 def _tensors_of(node: Node) -> Iterator[tuple[Node, Tensor]]:

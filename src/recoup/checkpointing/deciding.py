@@ -16,12 +16,16 @@ _NUM_FIRST = 8
 
 
 class DecidingSite:
-    """Where calls come from, and by which functions these make decisions."""
+    """Where calls come from, and by which functions these make decisions.
 
-    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "_num_watched", "reference")
+    Attributes:
+        has_decided: whether any call has made a decision.
+    """
+
+    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "_num_watched", "has_decided", "reference")
 
     def __init__(self, site: Any) -> None:
-        self._is_known = False
+        self._is_known = self.has_decided = False
         self._functions: Functions | None = None
         self._num_watched, self._num_left, self._gap = 0, 0, _NUM_FIRST
         """Calls until the next one that is watched, and from that to the one after it."""
@@ -43,6 +47,12 @@ class DecidingSite:
         if self._num_watched >= _NUM_FIRST:
             self._num_left, self._gap = self._gap - 1, 2 * self._gap
         return ALL
+
+    def note_whether(self, decides: bool) -> None:
+        """Notes whether a call has decided; if so, the next one is to show by which functions."""
+        self._is_known = not decides
+        if decides:
+            self.has_decided, self._num_left = True, 0
 
     def note(self, deciding: Functions | None) -> None:
         """Notes which functions have decided in a call that was watched."""

@@ -309,7 +309,8 @@ def run_in(
 
 def most_bytes_of(arguments: Any) -> int:
     """Bytes up to which a decision of a call with these arguments is kept."""
-    return max(ALWAYS_KEPT_BYTES, sum(tensor.nbytes for tensor in each_tensor(arguments)) // SHARE)
+    strided = (tensor for tensor in each_tensor(arguments) if tensor.layout is torch.strided)
+    return max(ALWAYS_KEPT_BYTES, sum(tensor.nbytes for tensor in strided) // SHARE)
 
 
 def _described(func: Any, given: list[Tensor], value: Decided | None) -> Kept:

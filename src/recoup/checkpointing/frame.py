@@ -125,9 +125,15 @@ class Frame(Recording):
         self.most_bytes = most_bytes_of((args, kwargs))
         if watched is not ALL:
             return run_in(self, self.fn, args, kwargs, watched=watched)
+        assert self._site is not None
+        if (
+            not self._site.has_decided
+        ):  # no function mode before one is needed: compiled code is compiled anew for it
+            output = run_in(self, self.fn, args, kwargs, watched=ALL)
+            self._site.note_whether(self.num_decisions > 0)
+            return output
         with Learning(self) as learning:
             output = run_in(self, self.fn, args, kwargs, watched=ALL)
-        assert self._site is not None
         self._site.note(learning.functions() if self.num_decisions else None)
         return output
 
