@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import recoup
 from recoup import Checkpoint, checkpoint
 from recoup.checkpointing import Group, Span, deciding, decisions
+from recoup.checkpointing.by_identity import ByIdentity
 from recoup.checkpointing.decisions import ALL, Functions
 from recoup.errors import ReplayMismatchError
 
@@ -22,13 +23,9 @@ SEEN: list[list[int]] = []
 
 
 @pytest.fixture(autouse=True)
-def sites() -> Iterator[None]:
-    known = dict(deciding._sites)
-    deciding._sites.clear()
+def sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deciding, "_sites", ByIdentity(deciding.DecidingSite))
     SEEN.clear()
-    yield
-    deciding._sites.clear()
-    deciding._sites.update(known)
 
 
 def near_ties(logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import deque, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from recoup import Checkpoint, checkpoint
 from recoup.checkpointing import Span, sampling
+from recoup.checkpointing.by_identity import ByIdentity
 from recoup.errors import InputChangedError, RecoupWarning, ReplayMismatchError
 
 FOUND = (ReplayMismatchError, InputChangedError)
@@ -25,13 +26,9 @@ def make() -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _anew() -> Iterator[None]:
+def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test counts the calls of its call sites from the first."""
-    known = dict(sampling._sites)
-    sampling._sites.clear()
-    yield
-    sampling._sites.clear()
-    sampling._sites.update(known)
+    monkeypatch.setattr(sampling, "_sites", ByIdentity(sampling._Site))
 
 
 # What the replay depends on changes between forward and backward

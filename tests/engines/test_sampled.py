@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import recoup
 from recoup.checkpointing import sampling
+from recoup.checkpointing.by_identity import ByIdentity
 from recoup.engines import Segment
 from recoup.errors import ReplayMismatchError
 
@@ -77,9 +79,9 @@ def test_a_counter_that_takes_effect_after_a_hundred_calls() -> None:
     assert 100 < COUNTER.calls <= 300
 
 
-def test_training_counts_from_its_own_first_step() -> None:
+def test_training_counts_from_its_own_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring and verifying are not counted."""
-    sampling._sites.clear()
+    monkeypatch.setattr(sampling, "_sites", ByIdentity(sampling._Site))
     model, x = fitted_model(-(10**9))
     assert not sampling._sites
     model(x).backward()

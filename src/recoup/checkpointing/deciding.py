@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from typing import Any
 
+from recoup.checkpointing.by_identity import ByIdentity
 from recoup.checkpointing.decisions import ALL, Functions
 from recoup.checkpointing.replay import depth
-from recoup.checkpointing.sampling import is_sampling_as_usual, site_of
+from recoup.checkpointing.sampling import is_sampling_as_usual
 
 __all__ = ["DecidingSite", "deciding_site"]
 
@@ -22,14 +21,13 @@ class DecidingSite:
         has_decided: whether any call has made a decision.
     """
 
-    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "_num_watched", "has_decided", "reference")
+    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "_num_watched", "has_decided")
 
-    def __init__(self, site: Any) -> None:
+    def __init__(self) -> None:
         self._is_known = self.has_decided = False
         self._functions: Functions | None = None
         self._num_watched, self._num_left, self._gap = 0, 0, _NUM_FIRST
         """Calls until the next one that is watched, and from that to the one after it."""
-        self.reference = weakref.ref(site, functools.partial(_remove, id(site)))
 
     def watched(self) -> Functions | None:
         """What is watched in the next call: all in the first eight, the 16th, 32nd, …, else what has decided.
@@ -63,18 +61,9 @@ class DecidingSite:
             self._functions = Functions(deciding | self._functions)
 
 
-# By identity, since modules may be compared by their contents.
-_sites: dict[int, DecidingSite] = {}
+_sites = ByIdentity(DecidingSite)
 
 
-def _remove(key: int, reference: Any) -> None:
-    _sites.pop(key, None)
-
-
-def deciding_site(fn: Any) -> DecidingSite:
-    """The call site of a function."""
-    site = site_of(fn)
-    known = _sites.get(id(site))
-    if known is None:
-        known = _sites[id(site)] = DecidingSite(site)
-    return known
+def deciding_site(site: Any) -> DecidingSite:
+    """What is known of a call site."""
+    return _sites.of(site)

@@ -42,7 +42,7 @@ from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Kind, Record, kind_of
 from recoup.checkpointing.reach import Reach
 from recoup.checkpointing.replay import TO_END, Manner, Replayed, is_any_wanted, replay, run_for_output
-from recoup.checkpointing.sampling import is_due
+from recoup.checkpointing.sampling import is_due, site_of
 from recoup.checkpointing.state import FunctionState
 from recoup.errors import InputChangedError, RecoupError
 from recoup.tensors import each_tensor, positional_names, put_together, take_apart
@@ -97,9 +97,10 @@ class Frame(Recording):
         self.leaves: dict[int, Tensor] = {}
         self.is_settled = self.runs_backward = False
         self.kept, self.most_bytes, self.num_decisions = [], 0, 0
+        site = site_of(fn)
         # Contexts may keep results of operations themselves, and then must see all of these.
         watches = options.keep_decisions and replay_context is None
-        self._site = deciding_site(fn) if watches else None
+        self._site = deciding_site(site) if watches else None
         self._watched: Functions | None = None
         self._replay_context = replay_context
         reach = Reach(fn, arguments.others)
@@ -110,7 +111,7 @@ class Frame(Recording):
         check = options.check
         self._digests: list[Digest] | None = None
         """Of what was saved; None for calls whose contents are not compared."""
-        if check == "values" or (check == "sampled" and is_due(fn) and not arguments.are_copied):
+        if check == "values" or (check == "sampled" and is_due(site) and not arguments.are_copied):
             self._digests = []
         self._results: list[Result] = []
         """What the call returned, where that may be compared."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from operator import is_not, itemgetter
 from types import FunctionType
@@ -26,6 +25,7 @@ from torch import Generator, Tensor
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from recoup.checkpointing.by_identity import ByIdentity
 from recoup.snapshot.own_code import is_library, is_own, methods_of_forward
 
 __all__ = ["TreeState", "note_tree"]
@@ -235,27 +235,19 @@ def _constant(value: Any) -> Any:
 class _Known:
     """The tree of a module, if it has one."""
 
-    __slots__ = ("num_made", "reference", "tree")
+    __slots__ = ("num_made", "tree")
 
-    def __init__(self, root: Module) -> None:
+    def __init__(self) -> None:
         self.tree: Tree | None = None
         self.num_made = 0
-        self.reference = weakref.ref(root, partial(_remove, id(root)))
 
 
-# By identity, since modules may be compared by their contents.
-_known: dict[int, _Known] = {}
-
-
-def _remove(key: int, reference: Any, known: dict[int, _Known] = _known) -> None:
-    known.pop(key, None)  # an argument: modules may outlive the names of this file, when Python ends
+_known = ByIdentity(_Known)
 
 
 def note_tree(root: Module) -> TreeState | None:
     """What a module and those in it hold; ``None`` if they have no tree."""
-    known = _known.get(id(root))
-    if known is None:
-        known = _known[id(root)] = _Known(root)
+    known = _known.of(root)
     tree = known.tree
     while tree is not None or known.num_made < _MOST_TREES:
         try:

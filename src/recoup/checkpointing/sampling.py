@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -28,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
+from recoup.checkpointing.by_identity import ByIdentity
 from recoup.checkpointing.replay import depth
 from recoup.snapshot.own_code import content_of
 
@@ -45,19 +45,13 @@ _mode = _Mode()
 class _Site:
     """Where calls come from: how many there were, and which is the next to be compared."""
 
-    __slots__ = ("count", "next", "power", "reference")
+    __slots__ = ("count", "next", "power")
 
-    def __init__(self, site: Any) -> None:
+    def __init__(self) -> None:
         self.count, self.next, self.power = 0, 1, 1
-        self.reference = weakref.ref(site, functools.partial(_remove, id(site)))
 
 
-# By identity, since modules may be compared by their contents.
-_sites: dict[int, _Site] = {}
-
-
-def _remove(key: int, reference: Any) -> None:
-    _sites.pop(key, None)
+_sites = ByIdentity(_Site)
 
 
 @contextmanager
@@ -75,14 +69,11 @@ def is_sampling_as_usual() -> bool:
     return _mode.samples == "usual"
 
 
-def is_due(fn: Any) -> bool:
-    """Counts a call, and says whether it is to be compared."""
+def is_due(site: Any) -> bool:
+    """Counts a call of a call site, and says whether it is to be compared."""
     if _mode.samples != "usual" or depth():
         return _mode.samples == "always" and not depth()
-    site = site_of(fn)
-    known = _sites.get(id(site))
-    if known is None:
-        known = _sites[id(site)] = _Site(site)
+    known = _sites.of(site)
     known.count += 1
     # One that falls into a capture is made up for by the next.
     if known.count < known.next or _is_capturing():
@@ -99,9 +90,7 @@ def is_due(fn: Any) -> bool:
 
 def never_again(fn: Any) -> None:
     """The function's results are not the same bits each time: its site is not compared any more."""
-    site = site_of(fn)
-    known = _sites.setdefault(id(site), _Site(site))
-    known.next = sys.maxsize
+    _sites.of(site_of(fn)).next = sys.maxsize
 
 
 def _is_capturing() -> bool:
