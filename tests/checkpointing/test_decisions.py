@@ -330,6 +330,14 @@ def test_an_operation_that_no_function_of_torch_calls_is_watched_among_all(
     assert watched_in(monkeypatch, lambda x: scripted(x).exp(), 12) == [ALL] * 12
 
 
+@pytest.mark.parametrize("topk", [torch.ops.aten.topk, torch.ops.aten.topk.default])
+def test_operations_that_are_called_by_their_names_are_watched_alone(
+    monkeypatch: pytest.MonkeyPatch, topk: Any
+) -> None:
+    found = watched_in(monkeypatch, lambda x: topk(x, 2)[0].exp(), 9)
+    assert found == [ALL] * 8 + [Functions([topk])]
+
+
 def _largest(x: Tensor) -> Tensor:
     return x.topk(2)[0]
 

@@ -28,6 +28,7 @@ NOTE [ Decisions are kept, values are recomputed ]
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -89,7 +90,7 @@ class Kept(NamedTuple):
         return f"{self.operation} {str(self.value.dtype).removeprefix('torch.')}{list(self.value.shape)}"
 
 
-class Region:
+class Region(ABC):
     """A call that is recorded or replayed, as `keep` and the dispatch mode see it."""
 
     __slots__ = ("kept",)
@@ -97,13 +98,13 @@ class Region:
     is_inside = True
     """Whether it belongs to the regions around it."""
 
+    @abstractmethod
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keep(self, tensor: Tensor, value: Tensor | None) -> Tensor:
         """The value that is kept for a tensor, if regions around this one have ``value`` for it."""
-        raise NotImplementedError
 
 
 class Recording(Region):
@@ -237,53 +238,59 @@ ALL = Functions(["all"])
 """Stands for everything: the call may decide anywhere."""
 
 
-class _WatchInside(TorchFunctionMode):
+class _OfFunctions(TorchFunctionMode, ABC):
+    """Sees the functions of torch as the user's code calls them, but not while code is compiled."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs a function."""
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+    @abstractmethod
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function, outside of compilation."""
+
+
+class _WatchInside(_OfFunctions):
     """Shows the operations of some functions to a region."""
 
     def __init__(self, region: Region, functions: Functions) -> None:
         super().__init__()
         self._region, self._functions = region, functions
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function, watched if it is one of those."""
-        if torch.compiler.is_compiling() or func not in self._functions:
-            return func(*args, **(kwargs or {}))
+        if func not in self._functions:
+            return func(*args, **kwargs)
         with _Watch(self._region):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
-class Learning(TorchFunctionMode):
+class Learning(_OfFunctions):
     """Finds out which functions decide, while a region sees all operations."""
 
     def __init__(self, region: Recording) -> None:
         super().__init__()
         self._region, self._found, self._num_seen = region, set[Any](), 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function, and looks whether the region has seen decisions meanwhile."""
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
         before = self._region.num_decisions
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if num_new := self._region.num_decisions - before:
             self._found.add(func)
             self._num_seen += num_new
         return result
 
     def functions(self) -> Functions:
-        """Those that decide; `ALL` if something else does, too, such as an operation that is called by its overload."""
+        """Those that decide; `ALL` if something else does, too, such as a scripted function, whose inside no mode sees."""
         return Functions(self._found) if self._num_seen == self._region.num_decisions else ALL
 
 
