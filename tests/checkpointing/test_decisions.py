@@ -468,6 +468,84 @@ def test_decisions_of_a_cache_that_the_forward_fills_are_passed_over() -> None:
     assert torch.equal(found, plain)
 
 
+LASTING: dict[str, Tensor] = {}
+"""A cache that a replay does not put back: no attribute of a module."""
+
+
+class CachingTopk(nn.Module):
+    """Takes a top-k of its own once, in its first forward, and then one of what it is given."""
+
+    def __init__(self, *, lasting: bool) -> None:
+        super().__init__()
+        self.cache: dict[str, Tensor] = {}
+        self.lasting = lasting
+        self.scores = nn.Parameter(torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = LASTING if self.lasting else self.cache
+        if "own" not in cache:
+            cache["own"] = self.scores.detach().topk(2).indices
+        chosen = x.topk(2).indices
+        return (x.gather(-1, chosen) * self.scores.gather(-1, cache["own"])).exp()
+
+
+@pytest.mark.parametrize("check", ["metadata", "sampled", "values"])
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("num_calls_before", [0, 9])
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_cache_that_is_filled_like_a_later_decision(
+    lasting: bool, num_calls_before: int, early_stop: bool, check: Any
+) -> None:
+    """It cannot be told which of the two the replay makes: never the wrong one without a word."""
+    LASTING.clear()
+    model = CachingTopk(lasting=lasting)
+    options = Checkpoint(check=check, early_stop=early_stop)
+    x = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 3)
+    plain = gradients(model, model, x)
+    for _ in range(num_calls_before):
+        assert_same(gradients(lambda x: options(model, x), model, x), plain)
+    LASTING.clear()
+    model.cache.clear()
+    if not lasting:
+        assert_same(gradients(lambda x: options(model, x), model, x), plain)
+        return
+    with pytest.raises(
+        ReplayMismatchError,
+        match=r"module CachingTopk .*The forward made 2 decisions topk of \[3, 4\], the replay only 1.*cache",
+    ):
+        gradients(lambda x: options(model, x), model, x)
+    assert_same(gradients(lambda x: options(model, x), model, x), plain)  # the cache is there by now
+
+
+def test_a_span_whose_call_fills_a_cache_like_a_later_decision() -> None:
+    LASTING.clear()
+    model = CachingTopk(lasting=True)
+    x = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 3)
+
+    def run(x: Tensor) -> Tensor:
+        span = Span(Checkpoint(check="metadata"), (Group(0, 1), Group(2, 3)))
+        for layer in (torch.sin, model, torch.sin, torch.sin):
+            x = span.call(layer, (x,), {})
+        span.close()
+        return x
+
+    with pytest.raises(
+        ReplayMismatchError, match=r"The forward made 2 decisions topk of \[3, 4\], the replay only 1"
+    ):
+        gradients(run, model, x)
+
+
+def test_decisions_behind_what_the_replay_stops_at_are_not_missed() -> None:
+    def run(x: Tensor) -> Tensor:
+        y = (x * (x > 0)).exp()
+        return y * 2 + (y > 1).sum()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    (plain,) = torch.autograd.grad(run(x).sum(), x)
+    for _ in range(3):
+        assert torch.equal(torch.autograd.grad(Checkpoint(check="metadata")(run, x).sum(), x)[0], plain)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_may_decide(backend: str) -> None:
     compiled = torch.compile(lambda x: x.topk(2)[0].exp(), backend=backend)

@@ -14,7 +14,9 @@ NOTE [ Decisions are kept, values are recomputed ]
    calls of a call site, the 16th, 32nd, …, and finds out which of torch's functions, as the code calls them, decide
    there. In all other calls it is on inside these functions only, which a function mode tells for about 1 µs a call.
 4. What is kept is numbered. The replay must decide in the same order, by the same operations on the same shapes; it may
-   leave some out, which a cache has by now.
+   leave some out, which a cache has by now. Of those with the same operation and shapes it must make all or none: if it
+   makes some, nothing tells which, and that is an error. Decisions behind the tensor that a replay stops at do not
+   count: for each decision it is noted how many tensors were saved before it.
 5. A decision that is larger than its share of the call's arguments is a mask over values rather than a choice. It
    is numbered but not kept, and the replay computes it anew.
 6. Copies are kept, and copies are handed out: functions may change in place what they get.
@@ -29,6 +31,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from recoup.checkpointing import mismatch
 from recoup.checkpointing.deciding_operations import (
     ALWAYS_KEPT_BYTES,
     KEEP,
@@ -45,6 +50,7 @@ from recoup.checkpointing.deciding_operations import (
     values_at,
 )
 from recoup.checkpointing.guard import is_unguarded
+from recoup.checkpointing.mismatch import Decision
 from recoup.tensors import each_tensor
 from recoup.torch_private import OpOverload, WatchingMode, local_scalar
 
@@ -71,11 +77,13 @@ class Kept(NamedTuple):
         operation: its name, ``keep`` for what the user keeps.
         shapes: of the tensors that the operation was given.
         value: a copy of the result, of a selection the indices; None if it is too large to be kept.
+        num_saved: how many tensors autograd had saved before.
     """
 
     operation: str
     shapes: tuple[torch.Size, ...]
     value: Decided | None
+    num_saved: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -130,14 +138,19 @@ class Recording(Region):
             decided = result[1] if isinstance(result, tuple) else result
             is_small = not isinstance(decided, Tensor) or decided.nbytes <= self.most_bytes or func is KEEP
             self.num_decisions += 1
-            self.add(_described(func, given, _copied(decided) if is_small else None))
+            value = _copied(decided) if is_small else None
+            self.add(Kept(*_decision(func, given), value, self.num_saved()))
         return result
 
     def keep(self, tensor: Tensor, value: Tensor | None) -> Tensor:
         """Keeps a copy, unless a region around has one."""
         value = tensor.detach().clone() if value is None else value
-        self.add(Kept("keep", (tensor.shape,), value))
+        self.add(Kept("keep", (tensor.shape,), value, self.num_saved()))
         return value
+
+    def num_saved(self) -> int:
+        """How many tensors autograd has saved so far, if someone replays the call."""
+        return 0
 
     def add(self, kept: Kept) -> None:
         """Notes what is kept."""
@@ -148,54 +161,68 @@ class Handing(Region):
     """A replay: it is given what the forward kept, one after the other.
 
     Args:
+        fn: what is replayed.
         kept: by the forward.
-        refuse: makes the error for a result that the forward did not keep in this place: number, then and now.
         may_go_on: whether the replay may run further than the forward has come.
     """
 
-    __slots__ = ("_may_go_on", "_next", "_refuse")
+    __slots__ = ("_fn", "_may_go_on", "_next", "_taken")
     is_inside = False
 
-    def __init__(
-        self, kept: list[Kept], refuse: Callable[[int, Kept | None, Kept], Exception], *, may_go_on: bool
-    ) -> None:
-        self.kept, self._refuse, self._may_go_on, self._next = kept, refuse, may_go_on, 0
+    def __init__(self, fn: Any, kept: list[Kept], *, may_go_on: bool) -> None:
+        self.kept, self._fn, self._may_go_on, self._next = kept, fn, may_go_on, 0
+        self._taken: list[Decision] = []
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation, unless it selects; its result is the forward's if that is a decision."""
         given = _given(args, kwargs)
         if selects(func, given[0] if given else None):
-            then = self._take(_described(func, given, None))
+            then = self._take(_decision(func, given))
             return func(*args, **kwargs) if then is None else (values_at(then, func, args, kwargs), then)
         result = func(*args, **kwargs)
         if type(result) is Tensor and result.dtype.is_floating_point and func is not KEEP:
             return result
         if not decides(func, given, result):
             return result
-        then = self._take(_described(func, given, None))
+        then = self._take(_decision(func, given))
         return result if then is None else then
 
     def keep(self, tensor: Tensor, value: Tensor | None) -> Tensor:
         """The forward's value."""
-        then: Tensor | None = self._take(Kept("keep", (tensor.shape,), None))
+        then: Tensor | None = self._take(("keep", (tensor.shape,)))
         if then is not None:
             return then
         return tensor.detach() if value is None else value
 
-    def _take(self, now: Kept) -> Any:
+    def _take(self, now: Decision) -> Any:
         """A copy of what the forward kept in this place; None if it kept nothing."""
         number = self._next
         then = self.kept[number] if number < len(self.kept) else None
         if then is None and self._may_go_on:
             return None
         # What the forward alone has done, such as filling a cache, is passed over.
-        alike = (index for index in range(number, len(self.kept)) if self.kept[index][:2] == now[:2])
+        alike = (index for index in range(number, len(self.kept)) if self.kept[index][:2] == now)
         found = next(alike, None)
         if found is None:
-            raise self._refuse(number, then, now)
+            raise mismatch.decided_otherwise(self._fn, number, None if then is None else then[:2], now)
         self._next = found + 1
+        self._taken.append(now)
         value = self.kept[found].value
         return None if value is None else _copied(value)
+
+    def refuse_unclear(self, num_saved: int) -> None:
+        """Raises if it cannot be told which decisions the replay was given, since it has left some out.
+
+        Args:
+            num_saved: how many tensors the replay has saved; it has come to all decisions before the last of these.
+        """
+        num_met = bisect_left(self.kept, num_saved, key=lambda kept: kept.num_saved)
+        if len(self._taken) >= num_met:
+            return
+        made = Counter(kept[:2] for kept in self.kept[:num_met] if kept.value is not None)
+        for kind, num_taken in Counter(self._taken).items():
+            if num_taken < made[kind]:
+                raise mismatch.decided_less(self._fn, kind, made[kind], num_taken)
 
 
 class _Watch(WatchingMode):
@@ -290,7 +317,7 @@ class Learning(_OfFunctions):
         return result
 
     def functions(self) -> Functions:
-        """Those that decide; `ALL` if something else does, too, such as a scripted function, whose inside no mode sees."""
+        """Those that decide; `ALL` if something else does, too: no mode sees the inside of a scripted function."""
         return Functions(self._found) if self._num_seen == self._region.num_decisions else ALL
 
 
@@ -320,9 +347,9 @@ def most_bytes_of(arguments: Any) -> int:
     return max(ALWAYS_KEPT_BYTES, sum(tensor.nbytes for tensor in strided) // SHARE)
 
 
-def _described(func: Any, given: list[Tensor], value: Decided | None) -> Kept:
+def _decision(func: Any, given: list[Tensor]) -> Decision:
     name = "item" if func is local_scalar else func.overloadpacket.__name__
-    return Kept(name, tuple(tensor.shape for tensor in given if not tensor.is_nested), value)
+    return name, tuple(tensor.shape for tensor in given if not tensor.is_nested)
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -138,13 +138,19 @@ class Frame(Recording):
         self._site.note(learning.functions() if self.num_decisions else None)
         return output
 
-    def run_again(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def num_saved(self) -> int:
+        """How many tensors autograd has saved so far."""
+        return len(self.records)
+
+    def handing(self) -> Handing | None:
+        """What hands a replay what the forward kept; None if that is nothing."""
+        return Handing(self.fn, self.kept, may_go_on=not self.is_settled) if self.kept else None
+
+    def run_again(self, args: Sequence[Any], kwargs: dict[str, Any], handing: Handing | None) -> Any:
         """Runs a replay, and gives it what the forward kept."""
-        if not self.kept:
+        if handing is None:
             return self.fn(*args, **kwargs)
-        refuse = partial(mismatch.decided_otherwise, self.fn)
-        region = Handing(self.kept, refuse, may_go_on=not self.is_settled)
-        return run_in(region, self.fn, args, kwargs, watched=self._watched if self.num_decisions else None)
+        return run_in(handing, self.fn, args, kwargs, watched=self._watched if self.num_decisions else None)
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""

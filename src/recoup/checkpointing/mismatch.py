@@ -9,7 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,15 +17,14 @@ from torch.nn import Module
 
 from recoup.errors import InputChangedError, ReplayMismatchError
 
-if TYPE_CHECKING:
-    from recoup.checkpointing.decisions import Kept
-
 __all__ = [
+    "Decision",
     "Kind",
     "Record",
     "changed_argument",
     "changed_saved",
     "changed_state",
+    "decided_less",
     "decided_otherwise",
     "describe_function",
     "describe_shape",
@@ -41,6 +40,8 @@ __all__ = [
     "values_drifted",
 ]
 
+Decision: TypeAlias = tuple[str, tuple[torch.Size, ...]]
+"""An operation, and the shapes of the tensors that it was given."""
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 Record: TypeAlias = tuple[int, Kind]
 """What the forward notes of a saved tensor: its position among all of its segment, and its kind."""
@@ -174,13 +175,25 @@ def returned_drifted(fn: Any, place: int, kind: Kind) -> ReplayMismatchError:
     )
 
 
-def decided_otherwise(fn: Any, number: int, then: Kept | None, now: Kept) -> ReplayMismatchError:
+def decided_otherwise(fn: Any, number: int, then: Decision | None, now: Decision) -> ReplayMismatchError:
     """The replay makes another decision, or keeps another tensor, than the forward did in this place."""
-    was = "the forward made none there" if then is None else f"it was {_describe_kept(then)} in the forward"
+    was = (
+        "the forward made none there" if then is None else f"it was {_describe_decision(then)} in the forward"
+    )
     return _not_repeated(
         fn,
-        f"Decision {number + 1} is {_describe_kept(now)} in the replay{_operation()}; {was}: control flow fell"
+        f"Decision {number + 1} is {_describe_decision(now)} in the replay{_operation()}; {was}: control flow fell"
         " differently.",
+    )
+
+
+def decided_less(fn: Any, decision: Decision, num_then: int, num_now: int) -> ReplayMismatchError:
+    """The replay makes only some of several decisions that look the same."""
+    return _not_repeated(
+        fn,
+        f"The forward made {num_then} decisions {_describe_decision(decision)}, the replay only {num_now}, and nothing"
+        " tells which: the forward may have filled a cache. Fill it before, or keep it in an attribute of the module,"
+        " which the replay sees as it was; Checkpoint(keep_decisions=False) computes decisions anew.",
     )
 
 
@@ -213,9 +226,9 @@ def describe_shape(kind: Kind) -> str:
     return f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
 
 
-def _describe_kept(kept: Kept) -> str:
-    shapes = ", ".join(str(list(shape)) for shape in kept.shapes)
-    return f"{kept.operation} of {shapes}" if shapes else kept.operation
+def _describe_decision(decision: Decision) -> str:
+    operation, shapes = decision
+    return f"{operation} of {', '.join(str(list(shape)) for shape in shapes)}" if shapes else operation
 
 
 def _place(fn: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from sys import getrefcount
+from sys import getrefcount, maxsize
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -131,7 +131,7 @@ def run_with_hooks(
         last -= 1
     stop_at = last if options.early_stop and not to_end else None
     settings: Any = read_settings()[WRITABLE]
-    seed, is_changed = _get_seed(), True
+    seed, is_changed, has_ended = _get_seed(), True, False
     check = options.check != "none"
 
     # A closure: it runs for every saved tensor, and local variables are fast.
@@ -154,17 +154,22 @@ def run_with_hooks(
         return tensor.detach()
 
     def pack_carefully(tensor: Tensor) -> int | Tensor:
+        nonlocal num_saved
         if compare is not None and num_saved < num_records:
-            compare(num_saved, tensor)
+            num_saved += 1  # if this raises, the replay has come as far as this tensor
+            compare(num_saved - 1, tensor)
+            num_saved -= 1
         return pack(tensor)
 
     # Only for a function that runs a backward inside.
     def unpack(packed: int | Tensor) -> Tensor:
         return values[packed].detach() if isinstance(packed, int) else packed
 
+    handing = frame.handing()
     grad_mode = _begin(pack if compare is None else pack_carefully, unpack)
     try:
-        output = frame.run_again(args, kwargs)
+        output = frame.run_again(args, kwargs, handing)
+        has_ended = True
         is_changed = read_settings()[WRITABLE] != settings
     except _StopReplay:
         is_changed = False
@@ -172,6 +177,8 @@ def run_with_hooks(
         # TorchScript, or the function itself, may have turned the stop into an exception of its own.
         if stop_at not in values or not isinstance(error, Exception):
             values.clear()
+            if handing is not None:
+                handing.refuse_unclear(num_saved)  # the cause of what happened here
             raise
     finally:
         _end(grad_mode)
@@ -179,6 +186,8 @@ def run_with_hooks(
             write_settings(settings)
     # NOTE [ How a frame works ], 7: the tensors hold the replay's graph, which holds the hooks: these must drop them.
     result, values = values, {}
+    if handing is not None:
+        handing.refuse_unclear(maxsize if has_ended else num_saved)
     if last >= 0 and last not in result:
         missing = next(position for position, want in enumerate(wanted) if want and position not in result)
         raise mismatch.saved_too_few(fn, records, missing, num_saved)
@@ -199,11 +208,15 @@ def run_for_output(frame: Frame, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
     hooks = (pack, saved.__getitem__) if frame.runs_backward else (_drop, refuse)
     grad_mode = _begin(*hooks)
+    handing = frame.handing()
     try:
-        return frame.run_again(args, kwargs)
+        output = frame.run_again(args, kwargs, handing)
     finally:
         _end(grad_mode)
         saved.clear()
+    if handing is not None:
+        handing.refuse_unclear(maxsize)
+    return output
 
 
 def _drop(tensor: Tensor) -> None:
