@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -122,6 +125,37 @@ def test_what_has_no_tree() -> None:
     history[0].last = history[0].weight * 2
     for model in (hooked, lazy, objects, history):
         assert note_tree(model) is None
+
+
+def test_callables_that_lead_nowhere_and_those_that_lead_to_a_tensor() -> None:
+    """Trees tell them apart, though their types are the same, and though a partial's keywords may change."""
+    tensor, softmax = torch.ones(2), partial(nn.functional.softmax, dim=-1)
+    logger = logging.getLogger("recoup.tests")
+    for plain, leading in (
+        (softmax, partial(torch.mul, tensor)),
+        (logger.debug, MethodType(nn.functional.gelu, tensor)),
+        (torch.relu, tensor.mul),
+        (nn.functional.gelu, [tensor].append),
+    ):
+        model = block()
+        model[0].act = plain
+        assert note_tree(model) is not None
+        model[0].act = leading
+        assert note_tree(model) is None
+    model = block()
+    model[0].act = softmax
+    assert note_tree(model) is not None
+    softmax.keywords["input"] = tensor
+    assert note_tree(model) is None
+
+
+def test_methods_do_not_keep_what_they_are_bound_to() -> None:
+    model, owner = block(), logging.Formatter()
+    model[0].format = owner.format
+    gone = weakref.ref(owner)
+    assert note_tree(model) is not None
+    del model[0].format, owner
+    assert gone() is None
 
 
 class Settings:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,6 +127,85 @@ def test_a_parameter_of_which_only_a_view_is_saved() -> None:
     with pytest.raises(
         InputChangedError, match=r"parameter 'layer.weight' of Linear was changed in place between"
     ):
+        loss.backward()
+
+
+class Scaled(nn.Module):
+    """Calls what it is given, of which nothing is registered."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.layer(x)).sin()
+
+
+@dataclass
+class Scaler:
+    factor: Tensor
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class ScalerModule(nn.Module):
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(factor, requires_grad=False)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def scaled_by(x: Tensor, *, factor: Tensor) -> Tensor:
+    return x * factor
+
+
+def going_round(factor: Tensor) -> Any:
+    made = partial(lambda x, factor, itself: x * factor, factor=factor)
+    made.keywords["itself"] = made
+    return made
+
+
+CALLABLES: dict[str, Callable[[Tensor], Any]] = {
+    "partial": lambda factor: partial(torch.mul, factor),
+    "partial, keyword": lambda factor: partial(scaled_by, factor=factor),
+    "partial of a method": lambda factor: partial(Scaler(factor).scaled),
+    "partial of itself": going_round,
+    "partial in a list": lambda factor: partial(lambda fns, x: fns[0](x), [partial(torch.mul, factor)]),
+    "method of an object": lambda factor: Scaler(factor).scaled,
+    "method of a module": lambda factor: ScalerModule(factor).scaled,
+    "method of a tensor": lambda factor: factor.mul,
+    "operator of a tensor": lambda factor: factor.__mul__,
+    "method of a list": lambda factor: partial(lambda copied, x: copied()[0] * x, [factor].copy),
+    "lambda": lambda factor: lambda x: x * factor,
+}
+
+
+@pytest.mark.parametrize("num_calls_before", [0, 9])
+@pytest.mark.parametrize("bound", CALLABLES)
+def test_a_tensor_behind_a_callable_attribute(bound: str, num_calls_before: int) -> None:
+    factor = torch.full((4,), 2.0)
+    model = nn.Sequential(Scaled(CALLABLES[bound](factor)))
+    for _ in range(num_calls_before):
+        Checkpoint(check="metadata")(model, make()).sum().backward()
+    loss = Checkpoint(check="metadata")(model, make()).sum()
+    changed(factor)
+    with pytest.raises(InputChangedError, match="was changed in place between forward and backward"):
+        loss.backward()
+
+
+def test_a_callable_attribute_that_came_to_lead_to_a_tensor() -> None:
+    """Another one of the same type, and what it is bound to, lead nowhere on the first call."""
+    factor = torch.full((4,), 2.0)
+    model = nn.Sequential(Scaled(partial(torch.mul, 2.0)))
+    for scale in (model[0].scale, partial(torch.mul, factor)):
+        model[0].scale = scale
+        loss = Checkpoint(check="metadata")(model, make()).sum()
+    changed(factor)
+    with pytest.raises(InputChangedError, match="captured tensor 'scale argument 0' was changed in place"):
         loss.backward()
 
 

@@ -7,7 +7,8 @@ NOTE [ Trees ]
     2. A tree fits as long as keys, lengths and *types* are those that it was made from: what is to be noted follows
        from these. It holds no values but names, plain tuples and code of libraries, so it keeps no tensor alive.
     3. Not all modules have one: no attribute may have a history or lead to objects that are followed further, and there
-       are no hooks. `FunctionState` looks at those one by one, and at modules that change all the time.
+       are no hooks. `FunctionState` looks at those one by one, and at modules that change all the time. Whether a
+       partial or a method leads further is looked up in every call: its type does not tell.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_not, itemgetter
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from recoup.checkpointing.by_identity import ByIdentity
+from recoup.checkpointing.reach import bound_parts
 from recoup.snapshot.own_code import is_library, is_own, methods_of_forward
 
 __all__ = ["TreeState", "note_tree"]
@@ -77,7 +80,7 @@ class Tree:
     """Where the values of a module, and of all modules in it, lie."""
 
     __slots__ = (
-        "_all_tensors", "_attribute_types", "_child_indices", "_children", "_constant_values", "_constants",
+        "_all_tensors", "_attribute_types", "_bound", "_child_indices", "_children", "_constant_values", "_constants",
         "_item_types", "_modules", "buffers", "dicts", "empty", "keys", "lengths", "lists", "own_code", "tensors",
     )  # fmt: skip
 
@@ -108,7 +111,7 @@ class Tree:
             values: all of them.
         """
         index_of = {id(module): index for index, module in enumerate(modules)}
-        tensors, children, constants = [], [], []
+        tensors, children, constants, bound = [], [], [], []
         for position, value in enumerate(values):
             if position < len(names) and isinstance(value, _CONTAINERS):
                 continue
@@ -118,8 +121,10 @@ class Tree:
                 children.append(position)
             elif not _is_fixed(value):
                 raise _UnlikeError
-            elif isinstance(value, (tuple, FunctionType)):
+            elif isinstance(value, (tuple, FunctionType, BuiltinFunctionType)):
                 constants.append(position)
+            elif isinstance(value, (MethodType, partial)):
+                bound.append(position)
         buffers: dict[int, list[int]] = {}
         for position in tensors:
             if names[owners[position]] == "_buffers":
@@ -127,7 +132,7 @@ class Tree:
         self.buffers = list(buffers.values())
         self.tensors = _getter([place for place in tensors if owners[place] not in buffers])
         self._all_tensors = _getter(tensors)
-        self._children, self._constants = _getter(children), _getter(constants)
+        self._children, self._constants, self._bound = _getter(children), _getter(constants), _getter(bound)
         self._child_indices = [index_of[id(values[position])] for position in children]
         self._constant_values = [_constant(value) for value in self._constants(values)]
 
@@ -149,6 +154,7 @@ class Tree:
             self._add_items(modules, values) != (self.keys, self.lengths)
             or list(map(type, values[num_attributes:])) != self._item_types
             or any(map(is_not, map(_constant, self._constants(values)), self._constant_values))
+            or not all(map(_is_fixed, self._bound(values)))
             or any(map(is_not, self._children(values), map(modules.__getitem__, self._child_indices)))
             or any(tensor.grad_fn is not None for tensor in self._all_tensors(values))
         ):
@@ -192,7 +198,7 @@ def _getter(positions: list[int]) -> _Get:
     """A function that takes the values at some positions out of a list."""
     if len(positions) > 1:
         return itemgetter(*positions)
-    return lambda values: tuple(values[position] for position in positions)
+    return (lambda values: (values[positions[0]],)) if positions else lambda values: ()
 
 
 def _modules_in(root: Module) -> list[Module]:
@@ -224,7 +230,13 @@ def _is_fixed(value: Any) -> bool:
         return is_library(value.__code__.co_filename)
     if isinstance(value, tuple):
         return type(value) is tuple and all(type(part) in _PLAIN for part in value)
-    return not isinstance(value, (*_CONTAINERS, deque, Generator)) and not is_own(type(value))
+    if isinstance(value, (BuiltinFunctionType, MethodWrapperType)):
+        return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
+    if isinstance(value, (MethodType, partial)):
+        # Partials in partials may go round in circles.
+        return all(not isinstance(part, partial) and _is_fixed(part) for _, part in bound_parts(value))
+    followed = (*_CONTAINERS, deque, Generator, Tensor, Module)
+    return not isinstance(value, followed) and not is_own(type(value))
 
 
 def _constant(value: Any) -> Any:

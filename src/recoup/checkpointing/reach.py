@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 from torch import Generator, Tensor
@@ -24,13 +25,15 @@ from recoup.snapshot.own_code import (
 from recoup.snapshot.places import GlobalName
 from recoup.tensors import without_history
 
-__all__ = ["Reach"]
+__all__ = ["Reach", "bound_parts"]
 
 _MOST_ITEMS = 1000
 _DEEPEST = 40
 _REACHED = (Module, Tensor, Generator)
 # Nothing that a replay could find changed; most globals that a function names are of these kinds.
-_FIXED = (ModuleType, type, BuiltinFunctionType, int, float, str)
+_FIXED = (ModuleType, type, int, float, str)
+_BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType, functools.partial)
+"""Callables that lead to what they are bound to."""
 _CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 
 
@@ -69,6 +72,11 @@ class Reach:
         """Follows a module's attribute, but not objects of libraries: a trainer, say, leads too far."""
         if isinstance(value, FunctionType):
             self._find_helper(value)
+        elif isinstance(value, _BOUND):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                for key, part in bound_parts(value, name):
+                    self.add_attribute(key, part)
         elif isinstance(value, (*_CONTAINERS, *_REACHED)) or is_own(type(value)):
             self._find(name, value)
 
@@ -129,15 +137,9 @@ class Reach:
                     self._find(name, value)
 
     def _find_inside(self, name: str, value: Any) -> None:
-        if isinstance(value, MethodType):
-            self._find(name, value.__func__)
-            self._find(name, value.__self__)
-        elif isinstance(value, functools.partial):
-            self._find(name, value.func)
-            for index, item in enumerate(value.args):
-                self._find(f"{name}argument {index}", item)
-            for key, item in value.keywords.items():
-                self._find(key, item)
+        if isinstance(value, _BOUND):
+            for key, part in bound_parts(value, name):
+                self._find(key, part)
         elif isinstance(value, _CONTAINERS):
             if len(value) <= self._budget:
                 self._budget -= len(value)
@@ -171,6 +173,18 @@ class Reach:
                 if found is not None:
                     return found
         return "a captured tensor"
+
+
+def bound_parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What a partial, or a bound method, calls and is bound to, with names."""
+    if isinstance(value, functools.partial):
+        yield name, value.func
+        yield from ((f"{name} argument {index}".lstrip(), item) for index, item in enumerate(value.args))
+        yield from list(value.keywords.items())
+    else:
+        if isinstance(value, MethodType):
+            yield name, value.__func__
+        yield name, value.__self__
 
 
 def _name_inside(root: Module, tensor: Tensor, prefix: str) -> str | None:
