@@ -2,20 +2,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.brute_force import brute_force
-from planning.problems import equal_problem, random_problem, tiny_problems
+from planning.problems import equal_problem, random_problem, tiny_problems, value_problems
 from planning.solvers.test_baselines import skips
 
 from recoup.errors import BudgetError, ProblemError, SizeError
 from recoup.planning import Problem, Unit, frontier, minimum_budget, plan, simulate
+from recoup.planning.plan import Session
 from recoup.planning.solvers import SOLVERS
 from recoup.planning.solvers.base import Candidate, Prepared, Solver
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
+from recoup.planning.solvers.chain.table import ChainTable, Rounding
 from recoup.planning.solvers.select import solve_select
 
 
@@ -212,3 +215,44 @@ def test_the_solvers_that_are_tried() -> None:
     names = [solver.name for solver in SOLVERS]
     assert names[0] == "chain"
     assert len(set(names)) == len(names)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(problem=value_problems(max_units=5), seed=st.integers(0, 10**6))
+def test_without_proofs_plans_are_as_fast(problem: Problem, seed: int) -> None:
+    """Bounds only say how good a plan is; sizes that are no whole levels, and values that live longer than a unit."""
+    for one in (problem, random_problem(seed, num_units=8, num_options=3, scale=100_003, jitter=60_000)):
+        proven, unproven = (Session(one, time_limit_s=1.0, proves=proves) for proves in (True, False))
+        low = proven.smallest_bytes
+        assert unproven.smallest_bytes == low
+        assert unproven.find(low - 1) is None
+        for step in range(6):
+            expected, found = (session.plan(low + step * low // 6) for session in (proven, unproven))
+            assert found.predicted.seconds == expected.predicted.seconds
+            assert found.bound.seconds <= expected.predicted.seconds * (1 + 1e-12)
+
+
+def test_a_plan_fills_only_the_tables_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far above the smallest budget: one table for schedules, and one coarse or fine one that spares the others."""
+    problem = random_problem(3, num_units=12, num_options=3, scale=100_003, jitter=60_000)
+    filled: list[tuple[Rounding, int]] = []
+    fill = ChainTable.__init__
+
+    def count(self: ChainTable, *args: Any, **kwargs: Any) -> None:
+        filled.append((kwargs["rounding"], kwargs["num_levels"]))
+        fill(self, *args, **kwargs)
+
+    monkeypatch.setattr(ChainTable, "__init__", count)
+    sessions = [Session(problem, solvers=[ChainSolver()], proves=proves) for proves in (True, False)]
+    budget_bytes = (minimum_budget(problem, solvers=[ChainSolver()]) + plain_bytes(problem)) // 2
+    for session in sessions:
+        filled.clear()
+        session.plan(budget_bytes)
+        session.plan(budget_bytes - 1)
+        assert [rounding for rounding, _ in filled] == [Rounding.NEAREST, Rounding.DOWN]
+        fine, bounding = (num_levels for _, num_levels in filled)
+        assert (bounding > fine // 2) is (session is sessions[0])
+
+
+def plain_bytes(problem: Problem) -> int:
+    return plan(problem, 10**15).predicted.peak_bytes

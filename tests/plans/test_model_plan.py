@@ -264,8 +264,8 @@ def test_what_segments_hold_does_not_take_many_plans(monkeypatch: pytest.MonkeyP
     profile = recoup.measure(model, torch.randint(500, (2, 128)))
     low, high = minimum_budget(profile), profile.plain_bytes
     calls: list[int] = []
-    solve = Session.plan
-    monkeypatch.setattr(Session, "plan", lambda *args: (calls.append(1), solve(*args))[1])
+    solve = Session.find
+    monkeypatch.setattr(Session, "find", lambda *args: (calls.append(1), solve(*args))[1])
     for share in (0.0, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2):
         calls.clear()
         assert plan(profile, int(low + share * (high - low))).predicted_bytes <= low + share * (high - low)

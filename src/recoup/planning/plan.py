@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from recoup.planning.simulate import simulate
 from recoup.planning.simulation_result import Simulation
 from recoup.planning.solvers import SOLVERS
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound, Candidate, Prepared, Solver
-from recoup.planning.solvers.bounds import relaxed_bound
+from recoup.planning.solvers.bounds import Relaxation
 from recoup.sizes import format_bytes, parse_bytes
 
 __all__ = ["Plan", "Session", "frontier", "minimum_budget", "plan"]
@@ -178,18 +178,31 @@ class Session:
         Solvers calculate with additive numbers (``recoup.planning.additive_numbers``), which exceed the bytes of some
         plans where values have other lifetimes than a solver knows. What they answer for larger budgets, or in numbers
         that are rounded down, may therefore fit, too: such answers for a few budgets, the same ones whatever is asked
-        for so that more bytes never cost more seconds, are simulated, and the fastest that fits is taken. Without such
-        values there is one answer.
+        for so that more bytes never cost more seconds, are simulated, and the fastest that fits is taken. Answers for
+        more bytes are faster, so they are looked at from the largest budget down, until one fits. Without such values
+        there is one answer.
+
+    Args:
+        problem: the step in numbers.
+        time_limit_s: roughly how long one solver may take.
+        solvers: which to try, best first.
+        proves: whether plans need the best bound that solvers can prove; without, it may be lower.
     """
 
     def __init__(
-        self, problem: Problem, *, time_limit_s: float = 10.0, solvers: Sequence[Solver] = SOLVERS
+        self,
+        problem: Problem,
+        *,
+        time_limit_s: float = 10.0,
+        solvers: Sequence[Solver] = SOLVERS,
+        proves: bool = True,
     ) -> None:
         check_seconds("The planner", time_limit_s=time_limit_s)
         self.problem = problem
-        self.time_limit_s = time_limit_s
+        self.time_limit_s, self._proves = time_limit_s, proves
         self._numbers = additive(problem)
         self._rounded_bytes = rounded_bytes(problem)
+        self._relaxation = Relaxation(problem)
         self.solvers = [solver for solver in solvers if solver.applies(self._numbers)]
         if not self.solvers:
             raise ProblemError(
@@ -197,14 +210,17 @@ class Session:
             )
         self._prepared: dict[tuple[str, bool], Prepared] = {}
         self._simulated: dict[Schedule, Simulation] = {}
-        self._known: dict[str, tuple[Candidate, ...]] = {}
+        self._spread: dict[tuple[str, bool], list[int]] = {}
+        self._answered: dict[tuple[str, bool, int], Candidate | None] = {}
 
     def prepared(self, solver: Solver, *, is_low: bool = False) -> Prepared:
         """A solver's work on the problem, done once; in numbers that are rounded up or down."""
         key = (solver.name, is_low)
         if key not in self._prepared:
             numbers = additive(self.problem, is_bound=True) if is_low else self._numbers
-            self._prepared[key] = solver.prepare(numbers, time_limit_s=self.time_limit_s)
+            # What is proven in numbers that are rounded down says nothing about the others.
+            asked = solver if self._proves and not is_low else solver.unproven()
+            self._prepared[key] = asked.prepare(numbers, time_limit_s=self.time_limit_s)
         return self._prepared[key]
 
     def _simulate(self, schedule: Schedule) -> Simulation:
@@ -221,29 +237,40 @@ class Session:
         smallest = self.prepared(solver).smallest_bytes
         if smallest is None or not self._rounded_bytes:
             return [] if smallest is None else [smallest]
-        return [self._simulate(candidate.schedule).peak_bytes for candidate in self._answers(solver)]
+        answers = [answer for is_low in (False, True) for answer in self._answers(solver, is_low)]
+        return [self._simulate(candidate.schedule).peak_bytes for candidate in answers]
 
-    def _answers(self, solver: Solver) -> tuple[Candidate, ...]:
-        """A solver's answers for a few budgets: see NOTE [ Rounded numbers ]."""
-        if solver.name not in self._known:
-            found = [] if not self._rounded_bytes else self._spread_answers(self.prepared(solver))
-            if len(found) > 1:
-                found += self._spread_answers(self.prepared(solver, is_low=True))
-            self._known[solver.name] = tuple(dict.fromkeys(found))
-        return self._known[solver.name]
+    def _answers(self, solver: Solver, is_low: bool, above_bytes: int = -1) -> Iterator[Candidate]:
+        """A solver's answers for a few budgets above one, the fastest first: see NOTE [ Rounded numbers ]."""
+        for budget in self._budgets(solver, is_low):
+            key = (solver.name, is_low, budget)
+            if budget > above_bytes:
+                if key not in self._answered:
+                    self._answered[key] = self.prepared(solver, is_low=is_low).best(budget)
+                if (candidate := self._answered[key]) is not None:
+                    yield candidate
 
-    def _spread_answers(self, prepared: Prepared) -> list[Candidate]:
+    def _budgets(self, solver: Solver, is_low: bool) -> list[int]:
+        """For which budgets a solver is asked, whatever the budget of a plan; the largest first."""
+        key = (solver.name, is_low)
+        if key not in self._spread:
+            is_little = is_low and len(self._budgets(solver, False)) < 2
+            found = set() if is_little or not self._rounded_bytes else self._spread_budgets(solver, is_low)
+            self._spread[key] = sorted(found, reverse=True)
+        return self._spread[key]
+
+    def _spread_budgets(self, solver: Solver, is_low: bool) -> set[int]:
+        prepared = self.prepared(solver, is_low=is_low)
         low = prepared.smallest_bytes
         if low is None:
-            return []
+            return set()
         span = max([*prepared.suggested_budgets(), low]) - low
         budgets = {low}
         if self._rounded_bytes > span * _LITTLE:
             num_budgets = max(2, min(_MOST_BUDGETS, _MOST_ANSWERED_UNITS // self.problem.num_units))
             budgets |= {low + span * index // (num_budgets - 1) for index in range(num_budgets)}
             budgets |= {low + (self._rounded_bytes >> shift) for shift in range(4)}
-        found = (prepared.best(budget) for budget in sorted(budgets))
-        return [candidate for candidate in found if candidate is not None]
+        return budgets
 
     def suggested_budgets(self) -> list[int]:
         """The smallest one, and those at which the first solver that has an opinion may change its answer.
@@ -284,10 +311,21 @@ class Session:
         return found
 
     def plan(self, budget_bytes: int) -> Plan:
-        """The best plan of all solvers that have a chance."""
+        """The best plan of all solvers that have a chance.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        found = self.find(budget_bytes)
+        if found is None:
+            raise self._budget_error(budget_bytes)
+        return found
+
+    def find(self, budget_bytes: int) -> Plan | None:
+        """As `plan`; ``None`` if nothing fits, which is below `smallest_bytes`."""
         best: Plan | None = None
         solved: set[str] = set()
-        relaxed = relaxed_bound(self.problem, budget_bytes)
+        relaxed = self._relaxation.bound(budget_bytes)
         for solver in self.solvers:
             if solver.schedules in solved or ALL_SCHEDULES in solved:
                 continue
@@ -298,27 +336,28 @@ class Session:
                 solved.add(found.bound.schedules)
             if best is None or _is_faster(found, best):
                 best = found
-        if best is None:
-            raise self._budget_error(budget_bytes)
         return best
 
     def _try(self, solver: Solver, budget_bytes: int, bound: Bound) -> Plan | None:
         best = self.prepared(solver).best(budget_bytes)
-        candidates = [*([best] if best else []), *self._answers(solver)]
+        # Of answers for no more bytes in the same numbers, `best` is the fastest.
+        rounded_up = self._fitting(self._answers(solver, False, budget_bytes), budget_bytes)
+        rounded_down = self._fitting(self._answers(solver, True), budget_bytes)
         fitting = [
-            (predicted.seconds, index, candidate, predicted)
-            for index, candidate in enumerate(candidates)
-            if (predicted := self._simulate(candidate.schedule)).peak_bytes <= budget_bytes
+            (self._simulate(candidate.schedule), candidate)
+            for candidate in (self._fitting([best] if best else [], budget_bytes), rounded_up, rounded_down)
+            if candidate is not None
         ]
         if not fitting:
             if best is not None and not self._rounded_bytes:
                 peak_bytes = self._simulate(best.schedule).peak_bytes
                 raise AssertionError(f"{solver.name} passed the budget: {peak_bytes} > {budget_bytes} bytes")
             return None
-        _, _, candidate, predicted = min(fitting, key=lambda entry: entry[:2])
+        predicted, candidate = min(fitting, key=lambda entry: entry[0].seconds)
         if self._rounded_bytes:
             # What fits the budget fits so much more in the solver's numbers.
-            proven = self.prepared(solver).best(budget_bytes + self._rounded_bytes)
+            more_bytes = budget_bytes + self._rounded_bytes
+            proven = self.prepared(solver).best(more_bytes) if self._proves else None
             candidate = replace(candidate, bound=proven.bound if proven else None)
         is_proven = bound.seconds >= predicted.seconds * (1 - _SAME_SECONDS)
         if candidate.bound is not None and not is_proven:
@@ -334,6 +373,15 @@ class Session:
             bound=Bound(seconds, schedules=bound.schedules),
             predicted=predicted,
         )
+
+    def _fitting(self, candidates: Iterable[Candidate], budget_bytes: int) -> Candidate | None:
+        """The first of several schedules that fits a budget."""
+        fitting = (
+            candidate
+            for candidate in candidates
+            if self._simulate(candidate.schedule).peak_bytes <= budget_bytes
+        )
+        return next(fitting, None)
 
     def _budget_error(self, budget_bytes: int) -> BudgetError:
         smallest = self.smallest_bytes

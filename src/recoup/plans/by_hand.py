@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection
+from functools import cache
 
 from recoup.errors import ScheduleError
 from recoup.model.recipe import RECOMPUTE
@@ -65,6 +66,7 @@ def usual_plans(profile: Profile, budget_bytes: int) -> list[tuple[str, ModelPla
     freed = {index: _freed_bytes(profile, index) for index in recomputable_units(profile)}
     units = [index for index, size in freed.items() if size > 0 and size >= _LARGE * max(freed.values())]
 
+    @cache
     def plan(count: int) -> ModelPlan:
         return plan_by_hand(profile, recomputing(profile, units[:count]), budget_bytes)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from recoup.plans.by_hand import usual_plans
 from recoup.plans.model_plan import ModelPlan, plan_with_less
 from recoup.plans.profile import Profile
+from recoup.plans.tightest import session_of
 from recoup.plans.tree import Item, Leaf
 from recoup.sizes import format_bytes
 
@@ -28,7 +29,9 @@ def plan_with_rivals(profile: Profile, budget_bytes: int) -> tuple[ModelPlan, li
         BudgetError: nothing fits.
     """
     less_bytes = budget_bytes - max(0, budget_bytes - profile.residents.total_bytes) // _SMALLER
-    plan, smaller = plan_with_less(profile, budget_bytes, less_bytes)
+    # After a race seconds are others, and with them the bound.
+    session = session_of(profile.problem, proves=False)
+    plan, smaller = plan_with_less(profile, budget_bytes, less_bytes, session=session)
     named = [] if smaller is None else [(f"the plan for {format_bytes(less_bytes)}", smaller)]
     return plan, rivals_of(plan, named)
 

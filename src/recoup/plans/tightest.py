@@ -20,10 +20,15 @@ longer by at most 0.01 % up to 120 units, by up to 1.07 % at 140 and by up to 1.
 benchmarks/results/planning_select_chain_cpu-x86_64_202611.md."""
 
 
-def session_of(problem: Problem) -> Session:
-    """With the solvers whose plans an eager model can run: options per unit, and (nested) segments."""
+def session_of(problem: Problem, *, proves: bool = True) -> Session:
+    """With the solvers whose plans an eager model can run: options per unit, and (nested) segments.
+
+    Args:
+        problem: a model's step.
+        proves: whether anyone reads the bounds of its plans.
+    """
     solvers = (ChainSolver(), SelectSolver()) if problem.num_units > _MANY_UNITS else (ChainSolver(),)
-    return Session(problem, solvers=solvers)
+    return Session(problem, solvers=solvers, proves=proves)
 
 
 def tightest_plan(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Plan:
@@ -33,7 +38,7 @@ def tightest_plan(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Pl
         problem: a model's step.
         recipes: for every unit, in the order of its options.
     """
-    session = session_of(_with_steady_seconds(problem, recipes))
+    session = session_of(_with_steady_seconds(problem, recipes), proves=False)
     best = session.plan(session.smallest_bytes)
     bound = relaxed_bound(problem, best.budget_bytes)
     return replace(best, problem=problem, bound=bound, predicted=simulate(problem, best.schedule))

@@ -65,3 +65,7 @@ class Solver(ABC):
     @abstractmethod
     def prepare(self, problem: Problem, *, time_limit_s: float) -> Prepared:
         """Does the work that does not depend on the budget."""
+
+    def unproven(self) -> Solver:
+        """The same solver without what only bounds need: as good schedules, and bounds that may be lower."""
+        return self

@@ -18,7 +18,7 @@ from recoup.planning.additive_numbers import additive
 from recoup.planning.problem import Option, Problem, Unit
 from recoup.planning.solvers.base import ALL_SCHEDULES, Bound
 
-__all__ = ["relaxed_bound"]
+__all__ = ["Relaxation", "relaxed_bound"]
 
 
 def relaxed_bound(problem: Problem, budget_bytes: int) -> Bound:
@@ -28,22 +28,37 @@ def relaxed_bound(problem: Problem, budget_bytes: int) -> Bound:
     >>> [relaxed_bound(Problem([unit]), budget_bytes).seconds for budget_bytes in (0, 50, 100)]
     [4.0, 3.5, 3.0]
     """
-    problem = additive(problem, is_bound=True)
-    room = budget_bytes - problem.resident_bytes - problem.input_bytes - problem.units[-1].gradient_bytes
-    room += sum(max(option.freed_input_bytes for option in unit.options) for unit in problem.units)
-    seconds: list[float] = []
-    steps: list[tuple[float, int]] = []
-    for unit in problem.units:
-        hull = _hull(_choices(unit, is_last=unit is problem.units[-1]))
-        room -= hull[0][0]
-        seconds.append(hull[0][1])
-        for (bytes_a, seconds_a), (bytes_b, seconds_b) in pairwise(hull):
-            steps.append(((seconds_a - seconds_b) / (bytes_b - bytes_a), bytes_b - bytes_a))
-    for rate, num_bytes in sorted(steps, reverse=True):
-        taken = min(max(room, 0), num_bytes)
-        seconds.append(-rate * taken)
-        room -= taken
-    return Bound(math.fsum(seconds), schedules=ALL_SCHEDULES)
+    return Relaxation(problem).bound(budget_bytes)
+
+
+class Relaxation:
+    """The knapsack of a problem, for any number of budgets."""
+
+    def __init__(self, problem: Problem) -> None:
+        problem = additive(problem, is_bound=True)
+        last = problem.units[-1]
+        self._least_bytes = problem.resident_bytes + problem.input_bytes + last.gradient_bytes
+        self._least_bytes -= sum(
+            max(option.freed_input_bytes for option in unit.options) for unit in problem.units
+        )
+        self._most_s: list[float] = []
+        steps: list[tuple[float, int]] = []
+        for unit in problem.units:
+            hull = _hull(_choices(unit, is_last=unit is last))
+            self._least_bytes += hull[0][0]
+            self._most_s.append(hull[0][1])
+            for (bytes_a, seconds_a), (bytes_b, seconds_b) in pairwise(hull):
+                steps.append(((seconds_a - seconds_b) / (bytes_b - bytes_a), bytes_b - bytes_a))
+        self._steps = sorted(steps, reverse=True)
+
+    def bound(self, budget_bytes: int) -> Bound:
+        """The bound for a budget."""
+        room, seconds = budget_bytes - self._least_bytes, list(self._most_s)
+        for rate, num_bytes in self._steps:
+            taken = min(max(room, 0), num_bytes)
+            seconds.append(-rate * taken)
+            room -= taken
+        return Bound(math.fsum(seconds), schedules=ALL_SCHEDULES)
 
 
 def _choices(unit: Unit, *, is_last: bool) -> list[tuple[int, float]]:

@@ -8,7 +8,7 @@ from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.solvers.base import Candidate, Prepared
-from recoup.planning.solvers.bounds import relaxed_bound
+from recoup.planning.solvers.bounds import Relaxation
 from recoup.planning.solvers.chain.groups import group_chain
 from recoup.planning.solvers.chain.prepared import PreparedChain
 from recoup.planning.solvers.chain.sizing import choose_levels
@@ -27,6 +27,7 @@ class PreparedLongChain(Prepared):
 
     def __init__(self, problem: Problem, *, time_limit_s: float) -> None:
         self.problem = problem
+        self._relaxation = Relaxation(problem)
         self.grouping = group_chain(problem, num_groups=_NUM_GROUPS)
         num_levels = choose_levels(self.grouping.problem.num_units, time_limit_s=time_limit_s)
         self.groups = PreparedChain(self.grouping.problem, num_levels=num_levels, proves=False)
@@ -45,9 +46,7 @@ class PreparedLongChain(Prepared):
         least_bytes = self.groups.smallest_bytes
         if budget_bytes < least_bytes and budget_bytes < self.smallest_bytes:
             return None
-        return Candidate(
-            self._schedule(max(budget_bytes, least_bytes)), relaxed_bound(self.problem, budget_bytes)
-        )
+        return Candidate(self._schedule(max(budget_bytes, least_bytes)), self._relaxation.bound(budget_bytes))
 
     def _schedule(self, budget_bytes: int) -> Schedule:
         found = self.groups.best(budget_bytes)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from recoup.planning.problem import Problem
 from recoup.planning.schedule import Schedule
 from recoup.planning.simulate import simulate
 from recoup.planning.solvers.base import PERSISTENT_SCHEDULES, Bound, Candidate, Prepared
-from recoup.planning.solvers.bounds import relaxed_bound
+from recoup.planning.solvers.bounds import Relaxation
 from recoup.planning.solvers.chain.costs import ChainCosts
 from recoup.planning.solvers.chain.floors import ChainFloors
 from recoup.planning.solvers.chain.grid import Grid
@@ -17,6 +19,8 @@ __all__ = ["PreparedChain"]
 
 _TIE = 1e-12
 _HIGHER_LEVELS, _UNITS_A_LEVEL = 4, 32
+_COARSER = 8
+"""By this factor larger are the levels of a bound that nobody reads."""
 
 
 class PreparedChain(Prepared):
@@ -32,7 +36,8 @@ class PreparedChain(Prepared):
     Args:
         problem: a chain.
         num_levels: of memory, for each table.
-        proves: whether to fill tables for the bound; without, the bound is the relaxation's.
+        proves: whether the bound is as tight as tables can make it; without, they are coarse, and only save the filling
+            of others.
     """
 
     def __init__(self, problem: Problem, *, num_levels: int, proves: bool = True) -> None:
@@ -49,6 +54,7 @@ class PreparedChain(Prepared):
         self.whole = Grid(full, num_levels=full // divisor if self.is_exact else num_levels)
         self.near = Grid(least + (full - least) // 8, num_levels=num_levels)
         self.edge = Grid(least + (full - least) // 64, num_levels=num_levels)
+        self._relaxation = Relaxation(problem)
         self._tables: dict[tuple[Grid, Rounding], ChainTable] = {}
         self._bounds: dict[Grid, tuple[int, Floats]] = {}
         self._read: dict[tuple[Grid, int], tuple[int, Schedule]] = {}
@@ -119,7 +125,8 @@ class PreparedChain(Prepared):
 
         Rows fall with the level, so the highest level that fits is the best; and more bytes can only make higher
         levels fit. So the answers are monotone, whatever the rounding did. A schedule may need less than its level
-        says, by rounding errors that grow with the number of units: the search begins so much higher.
+        says, by rounding errors that grow with the number of units: the search begins so much higher. Of levels with
+        the same seconds only the lowest is read.
         """
         table = self.table(grid, Rounding.NEAREST)
         row, num_units = table.whole_row, self.problem.num_units
@@ -128,6 +135,8 @@ class PreparedChain(Prepared):
         higher = _HIGHER_LEVELS + num_units // _UNITS_A_LEVEL
         level = min(num_bytes // table.level_bytes + higher, table.num_levels) // stride * stride
         while level >= 0 and row[level] < float("inf"):
+            while level >= stride and row[level - stride] == row[level]:
+                level -= stride
             if (grid, level) not in self._read:
                 schedule = read_schedule(table, level * table.level_bytes)
                 peak_bytes = simulate(self.problem, schedule).peak_bytes - self.fixed_bytes
@@ -140,9 +149,9 @@ class PreparedChain(Prepared):
 
     def _bound_seconds(self, num_bytes: int, grid: Grid) -> float:
         """What a grid's table rounded down proves, or the relaxation where that is more."""
-        relaxed_s = relaxed_bound(self.problem, num_bytes + self.fixed_bytes).seconds
+        relaxed_s = self._relaxation.bound(num_bytes + self.fixed_bytes).seconds
         if not self.proves:
-            return relaxed_s
+            grid = replace(grid, num_levels=grid.num_levels // _COARSER)
         if grid not in self._bounds:
             table = self.table(grid, Rounding.DOWN)
             # Only the whole chain's row is of use, and the others are large.

@@ -56,10 +56,17 @@ def solve_chain(problem: Problem, *, budget_bytes: int, num_levels: int | None =
 
 
 class ChainSolver(Solver):
-    """Optimal persistent schedules, for problems without skips. It never uses links."""
+    """Optimal persistent schedules, for problems without skips. It never uses links.
+
+    Args:
+        proves: whether the bound is as tight as its tables can make it.
+    """
 
     name = "chain"
     schedules = PERSISTENT_SCHEDULES
+
+    def __init__(self, *, proves: bool = True) -> None:
+        self.proves = proves
 
     def applies(self, problem: Problem) -> bool:
         """A chain has no skips."""
@@ -69,5 +76,9 @@ class ChainSolver(Solver):
         """Works out exact feasibility; the tables follow when they are needed."""
         if is_affordable(problem.num_units, time_limit_s=time_limit_s):
             num_levels = choose_levels(problem.num_units, time_limit_s=time_limit_s)
-            return PreparedChain(problem, num_levels=num_levels)
+            return PreparedChain(problem, num_levels=num_levels, proves=self.proves)
         return PreparedLongChain(problem, time_limit_s=time_limit_s)
+
+    def unproven(self) -> Solver:
+        """With a bound from coarse tables."""
+        return ChainSolver(proves=False)
