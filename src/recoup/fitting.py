@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -31,19 +32,22 @@ from recoup.errors import (
     UnitError,
     VerificationError,
 )
+from recoup.fitting_sizes import VerifiedSize, check_sizes, fit_sizes, measure_like
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.calls import watch_calls
 from recoup.model.checks import check_model
 from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.optimizers import Optimizers
 from recoup.model.replace_forward import uninstall_plan
+from recoup.model.several_samples import read_samples
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
 from recoup.model.uncompile import compiled_code, inner_model, is_compiled, uncompile
 from recoup.model.units import Units, parts_of, split_units
 from recoup.model.wrappers import buckets_of, unsynchronized, unwrapped_model
+from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.largest import largest_profile
-from recoup.plans.learning import learn, learned_plan, priced
+from recoup.plans.learning import Pricing, learn, learned_plan, priced
 from recoup.plans.model_plan import tightest
 from recoup.plans.profile import Profile
 from recoup.plans.refusal import refusal
@@ -71,6 +75,8 @@ class Fitted:
         audit: what could make a replay unsafe.
         verification: a real step under the plan; ``None`` if that was not asked for.
         engines: those that ``engine="best"`` tried, with their seconds, or why they have no plan; else empty.
+        by_size: the plans for batches of other sizes, where several were given; ``plan`` is that of the largest.
+        sizes: real steps of these other sizes.
     """
 
     model: nn.Module = field(repr=False)
@@ -78,6 +84,8 @@ class Fitted:
     audit: Audit
     verification: Verification | None
     engines: tuple[TriedEngine, ...] = ()
+    by_size: PlansBySize | None = None
+    sizes: tuple[VerifiedSize, ...] = ()
 
     @property
     def profile(self) -> Profile:
@@ -113,10 +121,12 @@ def fit(
     budget: int | str,
     loss: Callable[..., Tensor] | None = None,
     optimizer: Optimizers | None = None,
-    step: Callable[[], Any] | None = None,
+    step: Callable[..., Any] | None = None,
     units: Units | Iterable[Units] | None = None,
     accumulates: bool = False,
     holds_output: bool | None = None,
+    samples: Iterable[Any] | None = None,
+    sizes: Iterable[int] | None = None,
     verify: bool = True,
     race: bool = True,
     insist: bool = False,
@@ -142,6 +152,11 @@ def fit(
         holds_output: whether the training loop still has the model's output when the backward runs, as with
             ``output = model(x); loss_of(output).backward()``, or not, as with ``model(**batch).loss.backward()``.
             Unless given, plans are made for a loop that has it and, only where that does not fit, for one that has not.
+        samples: instead of one, batches of several sizes, such as ``[short, medium, long]``: each is measured, and
+            every range of sizes gets a plan of its own, under the same budget. Each call of the model runs under the
+            plan for its batch. With ``step``, that is called with one of them.
+        sizes: with one sample, the longest: lengths that it is cut to, such as ``[128, 512, 2048]``, instead of
+            ``samples``.
         verify: run a real step under the plan and compare it with the prediction, the budget and the plain step.
         race: time the plan against others that fit, such as recomputing every unit, in turn on real steps; keep the
             fastest, and correct the profile's seconds by what was measured. It goes with ``verify``, and is left out
@@ -187,9 +202,14 @@ def fit(
                 uninstall_plan(model)
                 uncompile(model)
                 inner = inner_model(inner)
-            training = TrainingStep(
-                inner, sample, loss=loss, step=step, optimizer=optimizer, ranks=ranks, buckets=buckets
-            )
+            training, *others = [
+                TrainingStep(
+                    inner, one, loss=loss, step=run, optimizer=optimizer, ranks=ranks, buckets=buckets
+                )
+                for one, run in _steps(step, sample, samples, sizes)
+            ]
+            if others:
+                check_sizes(training)
             budget_bytes = ranks.smallest(read_budget(budget, inner, training.given))
             if training.shards and engines != ("eager",):
                 raise SampleError(
@@ -209,12 +229,23 @@ def fit(
             )
             with unsynchronized([model, *training.reached.modules]):
                 found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
-            apply(model, found[0])
+                by_size, seen = fitting.run_sizes(found[0], others, verifies=verify) if others else (None, ())
+            apply(model, found[0] if by_size is None else by_size)
             ranks.check_same(found[0].to_json(), "The plan")
         except BaseException:
             earlier.put_back()
             raise
-    return Fitted(model, *found)
+    return Fitted(model, *found, by_size, seen)
+
+
+def _steps(
+    step: Callable[..., Any] | None, sample: Any, samples: Iterable[Any] | None, sizes: Iterable[int] | None
+) -> list[tuple[Any, Callable[[], Any] | None]]:
+    """The sample, or the callable that runs the whole step, of each size; the largest first."""
+    found = read_samples(sample, samples, sizes)
+    if step is None or len(found) == 1:
+        return [(sample, step)] if len(found) == 1 else [(one, None) for one in found]
+    return [(None, partial(step, one)) for one in found]
 
 
 def verify(
@@ -315,6 +346,7 @@ class _Fitting:
         self.races = races and num_processes() == 1 and in_flight == 1
         self.in_flight = in_flight
         self.engine, self.settings = "eager", settings
+        self._pricing: dict[str, Pricing] = {}
 
     def run_engines(
         self,
@@ -398,6 +430,23 @@ class _Fitting:
             refused.append((chosen, seen))
         chosen, peak_bytes = min(refused, key=lambda one: smallest_budget(*one))
         raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
+
+    def run_sizes(
+        self, chosen: ModelPlan, others: Sequence[TrainingStep], *, verifies: bool
+    ) -> tuple[PlansBySize, tuple[VerifiedSize, ...]]:
+        """The plans for batches of other sizes, given that for the largest.
+
+        Raises:
+            SampleError: with another sample the model calls other units.
+        """
+        profiles = []
+        for step in others:
+            with self.ranks.together():
+                measured = measure_like(chosen.profile, step, self.settings)
+            profile = self._for_all(measured.profile(chosen.profile.holds_output))
+            pricing = self._pricing.get(chosen.profile.engine)
+            profiles.append(profile if pricing is None else priced(profile, pricing))
+        return fit_sizes(chosen, profiles, others, verifies=verifies)
 
     def _profiles(self, units: Units | Iterable[Units] | None) -> Iterator[tuple[Profile, Audit]]:
         """The step measured in several ways, each with finer units than the one before.
@@ -483,12 +532,21 @@ class _Fitting:
             ran = race(steps, [Candidate("the planner's choice", chosen), *rivals])
             seen = self._try(ran.winner, ran)
             if isinstance(seen, Verification):
-                return (_learned(ran) if rivals else ran.winner), seen
+                return (self._learned(ran) if rivals else ran.winner), seen
             try:
                 chosen, rivals = self._plan(_with_surprise(chosen, seen), chosen.budget_bytes)
             except BudgetError:
                 break
         return None
+
+    def _learned(self, ran: Race) -> ModelPlan:
+        """The plan that won, predicted by a profile that has learned from all steps of the race."""
+        profile, plain_s = ran.winner.profile, ran.plain.seconds if ran.plain else None
+        laps = sorted(ran.laps, key=lambda one: one[0].plan is not ran.winner)
+        steps = [(candidate.plan.schedule.schedule, lap.seconds) for candidate, lap in laps]
+        ended = [(schedule, seconds) for schedule, seconds in steps if seconds < math.inf]
+        pricing = self._pricing[profile.engine] = learn(profile, ended, plain_s)
+        return learned_plan(ran.winner, priced(profile, pricing))
 
     def _try(self, chosen: ModelPlan, ran: Race | None = None) -> Verification | int:
         """The verification of a plan or, where a real step passes the budget, that step's peak in bytes."""
@@ -518,12 +576,3 @@ def _with_surprise(chosen: ModelPlan, peak_bytes: int) -> Profile:
     problem = chosen.profile.problem
     learned = problem.with_resident(problem.resident_bytes + max(0, surprise))
     return replace(chosen.profile, problem=learned)
-
-
-def _learned(ran: Race) -> ModelPlan:
-    """The plan that won, predicted by a profile that has learned from all steps of the race."""
-    profile, plain_s = ran.winner.profile, ran.plain.seconds if ran.plain else None
-    laps = sorted(ran.laps, key=lambda one: one[0].plan is not ran.winner)
-    steps = [(candidate.plan.schedule.schedule, lap.seconds) for candidate, lap in laps]
-    ended = [(schedule, seconds) for schedule, seconds in steps if seconds < math.inf]
-    return learned_plan(ran.winner, priced(profile, learn(profile, ended, plain_s)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from recoup.checkpointing import process_lock
 from recoup.engines.by_policy import arrange
+from recoup.engines.by_size import Picker
 from recoup.engines.running import Gathering, Nesting, PlannedCall, Run
 from recoup.engines.watching import Watch
 from recoup.errors import ApplyError
@@ -26,6 +28,7 @@ from recoup.model.uncompile import inner_model, is_uncompiled, recompile, uncomp
 from recoup.model.units import Units
 from recoup.model.wrappers import unwrapped_model
 from recoup.planning import Backward
+from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
@@ -37,8 +40,14 @@ __all__ = ["Earlier", "apply", "is_applied", "kept", "planned_model", "remove", 
 class _Engine(Nesting):
     """What the stand-ins of one model share: the plan, and the state of the step that this thread runs."""
 
-    def __init__(self, items: Sequence[Item], recipes: dict[int, tuple[Recipe, ...]], watch: Watch) -> None:
-        self.items, self.recipes, self.watch = tuple(items), recipes, watch
+    def __init__(
+        self,
+        items: Sequence[Item],
+        recipes: dict[int, tuple[Recipe, ...]],
+        watch: Watch,
+        picker: Picker | None = None,
+    ) -> None:
+        self.items, self.recipes, self.watch, self.picker = tuple(items), recipes, watch, picker
         self.gathering = Gathering()
         self.depth = 0
         self.reset()
@@ -48,8 +57,17 @@ class _Engine(Nesting):
         self.run = Run(self.items, self.recipes)
         self.num_calls: dict[nn.Module, int] = {}
 
+    def begin(self, root: _Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step begins: under the plan for the size of its batch, if plans differ by it."""
+        if self.picker is not None:
+            self.items = self.picker.items_for(root.original, args, kwargs)
+        self.reset()
+        self.gathering.begin(root.module)
+        if self.depth == 0:
+            self.watch.before(root.module, root.original, args, kwargs)
+
     def __reduce__(self) -> Any:
-        return _Engine, (self.items, self.recipes, self.watch)
+        return _Engine, (self.items, self.recipes, self.watch, self.picker)
 
 
 class _Planned(StandIn):
@@ -73,10 +91,7 @@ class _Root(_Planned):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         engine = self.engine
-        engine.reset()
-        engine.gathering.begin(self.module)
-        if engine.depth == 0:
-            engine.watch.before(self.module, self.original, args, kwargs)
+        engine.begin(self, args, kwargs)
         taken = process_lock.acquire()  # units that are kept draw from the same generators
         engine.depth += 1
         before, engine.watch.thread = engine.watch.thread, get_ident() if taken else engine.watch.thread
@@ -135,7 +150,7 @@ class _UnitForward(_Planned):
 
 def apply(
     model: nn.Module,
-    plan: ModelPlan | Policy,
+    plan: ModelPlan | PlansBySize | Policy,
     *,
     units: Units | Iterable[Units] | None = None,
     sample: Any = None,
@@ -160,7 +175,8 @@ def apply(
 
     Args:
         model: in any state; a policy holds in train mode and in eval mode.
-        plan: what `recoup.plan` made, or one of `recoup.policies`, such as ``UniformSegments(4)``.
+        plan: what `recoup.plan` made, or one of `recoup.policies`, such as ``UniformSegments(4)``; or what `fit` found
+            for batches of several sizes, of which each call of the model takes the one for its batch.
         units: with a policy: the modules that it is about, as for `measure`.
         sample: with a policy: what the model takes (a tensor, a tuple of arguments, a dict of keyword arguments). It is
             run once, without a trace, and units are counted in the order of their calls.
@@ -177,6 +193,7 @@ def apply(
     >>> loss.backward()
     """
     check_model(model, ApplyError)
+    by_size, plan = (plan, plan.plan) if isinstance(plan, PlansBySize) else (None, plan)
     is_captured = isinstance(plan, ModelPlan) and plan.profile.engine != "eager"
     whole, model = model, planned_model(model, plan.profile) if isinstance(plan, ModelPlan) else model
     if isinstance(plan, Policy):
@@ -188,12 +205,12 @@ def apply(
     else:
         _refuse_more(plan, units=units, sample=sample, costs=costs)
         modules = units_by_module(model, plan.profile)
-        profile = plan.profile
+        profile, conditions = plan.profile, plan.profile.conditions
         recipes = {index: unit.recipes for index, unit in enumerate(profile.units)}
-        watch = Watch(
-            profile.conditions, holds_output=profile.holds_output, gradients_fit=_gradients_fit(plan)
-        )
-        engine = _Engine(plan.items, recipes, watch)
+        if by_size is not None and conditions is not None:
+            conditions = replace(conditions, shapes=())  # the picker compares them
+        watch = Watch(conditions, holds_output=profile.holds_output, gradients_fit=_gradients_fit(plan))
+        engine = _Engine(plan.items, recipes, watch, None if by_size is None else Picker(by_size))
         modes = {module: _mode(model, module, profile.conditions) for module in modules}
     remove(whole)
     if is_captured:
@@ -330,11 +347,11 @@ def units_by_module(model: nn.Module, profile: Profile) -> dict[nn.Module, list[
 def _planned_units(engine: _Engine) -> dict[int, tuple[str, ...]]:
     """Units that are not simply kept, each with the modules inside that any of its recipes checkpoints."""
     planned: dict[int, tuple[str, ...]] = {}
-    for item in engine.items:
+    for item in engine.items if engine.picker is None else engine.picker.all_items():
         for leaf in leaves_of([item]):
             recipe = engine.recipes[leaf.unit][leaf.option]
             if isinstance(item, Segment) or recipe != KEEP:
-                planned[leaf.unit] = recipe.inner
+                planned[leaf.unit] = (*planned.get(leaf.unit, ()), *recipe.inner)
     return planned
 
 

@@ -154,14 +154,25 @@ def begin_measurement(
         return Measurement(step, cost, meter, units, engine, settings)
 
 
-def measure_step(measurement: Measurement, *, accumulates: bool, unsafe: Mapping[str, str]) -> Measured:
+def measure_step(
+    measurement: Measurement,
+    *,
+    accumulates: bool,
+    unsafe: Mapping[str, str],
+    like: Profile | None = None,
+) -> Measured:
     """The other passes of `measure`.
 
     Args:
         measurement: that has begun.
         accumulates: gradients are there when a step begins.
         unsafe: by unit name, why it must be kept whatever the budget; it holds for all units of the same behaviour.
+        like: the same step with another sample: all of its recipes are measured, and no others.
+
+    Raises:
+        SampleError: the step is not like that one.
     """
+    measurement.like = like
     with measurement.step.plain():
         return measurement.run(accumulates, unsafe)
 
@@ -201,6 +212,7 @@ class Measurement:
     ) -> None:
         self.step, self.optimizer, self.meter = step, optimizer, meter
         self.engine, self.settings = engine, settings
+        self.like: Profile | None = None
         _progress(0)
         self.passes = Passes(step, meter, wanted)
         self.allocated_bytes = meter.begin() if meter.sees_residents else 0
@@ -225,10 +237,13 @@ class Measurement:
             cold_s, inside_s = self.passes.visit(set(timed.values()), self._time_inside)
         inside_s = slowest_inside(step.ranks, calls, inside_s)
         effort = Effort.for_calls(calls)
-        recipes = {
-            kind: effort.recipes(calls[index], inside_s[index], unsafe) for kind, index in timed.items()
-        }
-        uncaptured = self._capture(timed, recipes) if self.engine != "eager" else {}
+        if self.like is not None:
+            recipes, uncaptured = _recipes_of(self.like, calls, timed)
+        else:
+            recipes = {
+                kind: effort.recipes(calls[index], inside_s[index], unsafe) for kind, index in timed.items()
+            }
+            uncaptured = self._capture(timed, recipes) if self.engine != "eager" else {}
         _progress(3)
         sizes = self._measure_bytes(first, recipes, accumulates)
         _progress(4)
@@ -243,7 +258,13 @@ class Measurement:
         pace = self._pace(sizes, timings, code_s, residents.gradient_bytes)
         _progress(5)
         useful = {
-            kind: _useful(sizes[kind], timings[kind], pace, inside_s.get(index, {}))
+            kind: _useful(
+                sizes[kind],
+                timings[kind],
+                pace,
+                inside_s.get(index, {}),
+                in_order=recipes[kind] if self.like else None,
+            )
             for kind, index in timed.items()
         }
         options = tuple(
@@ -415,10 +436,27 @@ def _useful(
     timings: Mapping[Recipe, CallTiming],
     pace: Pace,
     inside_s: Mapping[str, float],
+    *,
+    in_order: Sequence[Recipe] | None,
 ) -> list[RecipeCosts]:
     keep = next((timing for recipe, timing in timings.items() if recipe.is_kept), None)
     seconds = {recipe: pace.seconds(timing, keep) for recipe, timing in timings.items()}
-    return useful_recipes({recipe: sizes[recipe] for recipe in seconds}, seconds, inside_s)
+    return useful_recipes({recipe: sizes[recipe] for recipe in seconds}, seconds, inside_s, in_order)
+
+
+def _recipes_of(
+    like: Profile, calls: Sequence[SeenCall], timed: Mapping[_Kind, int]
+) -> tuple[dict[_Kind, list[Recipe]], dict[str, str]]:
+    """The recipes of a profile for each kind of call; and, by unit name, why units run eagerly."""
+    units = {unit.name: unit for unit in like.units if not unit.is_code}
+    if [seen.name for seen in calls] != list(units):
+        others = sorted({seen.name for seen in calls} ^ units.keys()) or ["in another order"]
+        raise SampleError(
+            f"With this sample the model calls other units than with the largest one ({', '.join(others[:3])}): fit it"
+            " with samples that run the same code."
+        )
+    recipes = {kind: list(units[calls[index].name].recipes) for kind, index in timed.items()}
+    return recipes, {name: unit.uncaptured for name, unit in units.items() if unit.uncaptured}
 
 
 def _first_indices(values: Iterable[_T]) -> dict[_T, int]:

@@ -100,9 +100,15 @@ def promising_recipes(
 
 
 def useful_recipes(
-    sizes: Mapping[Recipe, CallBytes], seconds: Mapping[Recipe, CallSeconds], inside_s: Mapping[str, float]
+    sizes: Mapping[Recipe, CallBytes],
+    seconds: Mapping[Recipe, CallSeconds],
+    inside_s: Mapping[str, float],
+    in_order: Sequence[Recipe] | None = None,
 ) -> list[RecipeCosts]:
-    """The measured recipes, fastest first, without dominated ones: those that need no fewer bytes than a faster one."""
+    """The measured recipes, fastest first, without dominated ones: those that need no fewer bytes than a faster one.
+
+    Given an order, all of them in this order.
+    """
     plausible = _plausible_seconds(seconds, inside_s)
     overheads = _replay_overheads(plausible)
     options = [
@@ -111,6 +117,8 @@ def useful_recipes(
         )
         for recipe in sizes
     ]
+    if in_order is not None:
+        return sorted(options, key=lambda option: in_order.index(option.recipe))
     options.sort(key=lambda o: (not o.recipe.is_kept, o.seconds.forward_s + o.seconds.backward_s))
     useful: list[RecipeCosts] = []
     for option in options:

@@ -1,0 +1,97 @@
+"""Which plan a call of the model runs under, where plans differ by the size of the batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recoup.errors import RecoupWarning
+from recoup.model.conditions import input_shapes
+from recoup.plans.by_size.axes import Size
+from recoup.plans.by_size.plans import PlansBySize
+from recoup.plans.model_plan import ModelPlan
+from recoup.plans.tree import Item, tree_of
+from recoup.sizes import format_bytes
+from recoup.tensors import positional_names
+
+__all__ = ["Picker"]
+
+
+class Picker:
+    """Picks the plan for each call of a model by the shapes of its arguments; warns once of each kind of trouble.
+
+    Args:
+        plans: to pick from.
+    """
+
+    def __init__(self, plans: PlansBySize) -> None:
+        self.plans = plans
+        self._names: tuple[str, ...] | None = None
+        self._warned: set[str] = set()
+        self._seen: dict[Size, tuple[Item, ...]] = {}
+
+    def __reduce__(self) -> Any:
+        return Picker, (self.plans,)
+
+    def all_items(self) -> set[Item]:
+        """What any plan does with any unit."""
+        num_units = len(self.plans.profiles.largest.units)
+        return {item for schedule in self.plans.schedules for item in tree_of(schedule, num_units)}
+
+    def items_for(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Item, ...]:
+        """What the plan for a call does with the units."""
+        if self._names is None:
+            self._names = positional_names(forward)
+        size = self.plans.size_of(dict(input_shapes(self._names, args, kwargs)))
+        if size is None:
+            self._warn("unknown", _unknown(self.plans))
+            return self.plans.plan.items
+        found = self._seen.get(size)
+        if found is None:
+            plan = self.plans.plan_for(size)
+            self._look_at(size, plan)
+            found = self._seen[size] = plan.items
+        return found
+
+    def _look_at(self, size: Size, plan: ModelPlan) -> None:
+        if plan.predicted_bytes > plan.budget_bytes:
+            self._warn("over", _over(self.plans, size, plan))
+        elif not self.plans.profiles.is_measured(size):
+            self._warn("beyond", _beyond(self.plans, size, plan))
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, RecoupWarning, stacklevel=2)
+
+
+def _described(plans: PlansBySize, size: Size) -> str:
+    return ", ".join(f"{axis.name} = {value}" for axis, value in zip(plans.profiles.axes, size, strict=True))
+
+
+def _beyond(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
+    largest = _described(plans, plans.profiles.sizes[-1])
+    return (
+        f"A batch is larger ({_described(plans, size)}) than all that were measured (up to {largest}): its bytes are"
+        f" extrapolated, and its plan is predicted to peak at {format_bytes(plan.predicted_bytes)} of"
+        f" {format_bytes(plan.budget_bytes)}. Fit with a sample as large as any in training."
+    )
+
+
+def _over(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
+    return (
+        f"No plan is predicted to fit a batch of this size ({_described(plans, size)}): the smallest peak is"
+        f" {format_bytes(plan.predicted_bytes)}, and the budget {format_bytes(plan.budget_bytes)}. Its step runs under"
+        " that plan. Shorten the batch, or raise the budget."
+    )
+
+
+def _unknown(plans: PlansBySize) -> str:
+    names = " and ".join(axis.name for axis in plans.profiles.axes)
+    return (
+        f"The size of a batch is read from {names}, and a call of the model has no such argument: it runs under the"
+        " plan for the largest batch. Call the model as in the measured step."
+    )

@@ -1,0 +1,190 @@
+"""Plans for batches of several sizes under one budget.
+
+NOTE [ One plan for each range of sizes ]
+    1. The solvers run once for each measured size. What they find, from the least memory to everything kept, is a
+       ladder of schedules. All measured sizes have the same units and options, so each schedule suits every size.
+    2. For a size, the fastest schedule of the ladder is taken that fits there: simulating takes about a millisecond,
+       and planning up to a second.
+    3. Sizes are rounded up to a grid. Along one axis it begins where keeping everything no longer fits, and all of its
+       plans are made at once. With two axes, a plan is made when its part of the grid is first used.
+    4. Beyond what was measured the grid goes on, and numbers are extrapolated.
+    5. Where nothing fits, the schedule with the smallest peak is taken: who calls the model is told.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from recoup.planning import Schedule, simulate
+from recoup.plans.by_hand import plan_by_hand
+from recoup.plans.by_size.axes import Shapes, Size, size_of, volume
+from recoup.plans.by_size.profiles import SizedProfiles
+from recoup.plans.model_plan import ModelPlan, frontier, tightest
+from recoup.plans.profile import Profile
+from recoup.plans.usable_bytes import usable_bytes
+
+__all__ = ["PlansBySize", "SizeRange", "best_of", "plans_by_size"]
+
+_NUM_RANGES = 12
+"""Sizes along one axis that plans are made for, between where everything is kept and the largest."""
+_NUM_CELLS = 8
+"""The same along each of two axes."""
+_BEYOND = 8
+"""Beyond what was measured, sizes are rounded up to multiples of this part of the largest."""
+_NUM_SCHEDULES = 20
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """Sizes with one plan.
+
+    Attributes:
+        up_to: the largest of them, which the plan is made for.
+        plan: its profile is that size's.
+    """
+
+    up_to: Size
+    plan: ModelPlan
+
+    @property
+    def seconds_per_element(self) -> float:
+        """Predicted seconds of a step for each element of the batch (of text: for each token)."""
+        return self.plan.predicted_s / volume(self.up_to)
+
+
+class PlansBySize:
+    """A plan for every size of the batch, by NOTE [ One plan for each range of sizes ].
+
+    Args:
+        profiles: of the measured sizes.
+        budget_bytes: of every plan.
+        schedules: the ladder.
+        known: plans that were chosen already, by size.
+    """
+
+    def __init__(
+        self,
+        profiles: SizedProfiles,
+        budget_bytes: int,
+        schedules: Iterable[Schedule],
+        known: Mapping[Size, ModelPlan],
+    ) -> None:
+        self.profiles, self.budget_bytes = profiles, budget_bytes
+        self.schedules, self.known = tuple(schedules), dict(known)
+        self._plans = dict(known)
+        limits = profiles.limits
+        self._grid = [_evenly(0, limit, _NUM_CELLS) for limit in limits]
+        if len(limits) == 1:
+            self._grid = [self._different(self._sizes_to_plan(*limits))]
+
+    @property
+    def plan(self) -> ModelPlan:
+        """For the largest measured batch."""
+        return self._at(self.profiles.sizes[-1])
+
+    @property
+    def ranges(self) -> tuple[SizeRange, ...]:
+        """Measured sizes with their plans, in order. With two axes, those that were used so far."""
+        grid = self._grid
+        sizes = [(value,) for value in grid[0]] if len(grid) == 1 else sorted(self._plans, key=volume)
+        return tuple(SizeRange(size, self._plans[size]) for size in sizes if self.profiles.is_measured(size))
+
+    def size_of(self, shapes: Shapes) -> Size | None:
+        """The size of a call's batch; ``None`` if its inputs do not tell."""
+        return size_of(self.profiles.axes, shapes)
+
+    def plan_for(self, size: Size) -> ModelPlan:
+        """The plan for a batch, made for the end of its range."""
+        found = self._plans.get(size)
+        if found is not None:
+            return found
+        return self._at(
+            tuple(_rounded_up(value, known) for value, known in zip(size, self._grid, strict=True))
+        )
+
+    def within(self, budget_bytes: int) -> PlansBySize:
+        """The same for another budget, without the solvers."""
+        return PlansBySize(self.profiles, budget_bytes, self.schedules, {})
+
+    def with_missed(self, missed_bytes: int) -> PlansBySize:
+        """The same for steps that take more bytes than was predicted, as if these were always there."""
+        return PlansBySize(
+            self.profiles.with_resident(missed_bytes), self.budget_bytes, self.schedules, self.known
+        )
+
+    def _at(self, size: Size) -> ModelPlan:
+        if size not in self._plans:
+            self._plans[size] = best_of(self.schedules, self.profiles.at(size), self.budget_bytes)
+        return self._plans[size]
+
+    def _sizes_to_plan(self, limit: int) -> list[int]:
+        """NOTE [ One plan for each range of sizes ], 3."""
+        kept = bisect_left(range(1, limit + 1), True, key=lambda size: not self._keeps_everything((size,)))
+        return sorted({*([kept] if kept else []), *_evenly(kept, limit, _NUM_RANGES)})
+
+    def _different(self, sizes: list[int]) -> list[int]:
+        """The ends of ranges: of neighbours with the same plan, the larger."""
+        items = [self._at((size,)).items for size in sizes]
+        pairs = zip(sizes, items, [*items[1:], None], strict=True)
+        return [size for size, own, after in pairs if own != after]
+
+    def _keeps_everything(self, size: Size) -> bool:
+        profile = self.profiles.at(size)
+        return profile.plain_bytes <= usable_bytes(self.budget_bytes, profile)
+
+
+def plans_by_size(profiles: SizedProfiles, chosen: ModelPlan) -> PlansBySize:
+    """The plans for a budget.
+
+    Args:
+        profiles: of the measured sizes.
+        chosen: the plan for the largest of them.
+    """
+    return PlansBySize(profiles, chosen.budget_bytes, _ladder(profiles, chosen), {profiles.sizes[-1]: chosen})
+
+
+def _ladder(profiles: SizedProfiles, chosen: ModelPlan) -> tuple[Schedule, ...]:
+    """Schedules from the least memory to everything kept, for all measured sizes at which not everything is."""
+    found, budget_bytes = [chosen.schedule.schedule], chosen.budget_bytes
+    for profile in profiles.profiles:
+        found += [profile.plain_schedule, tightest(profile).schedule.schedule]
+        if profile.plain_bytes > usable_bytes(budget_bytes, profile):
+            found += [point.schedule.schedule for point in frontier(profile, num_points=_NUM_SCHEDULES)]
+    return tuple(dict.fromkeys(found))
+
+
+def best_of(schedules: Iterable[Schedule], profile: Profile, budget_bytes: int) -> ModelPlan:
+    """The fastest schedule that fits; where none does, the one with the smallest peak."""
+    most_bytes = usable_bytes(budget_bytes, profile)
+
+    def cost(schedule: Schedule) -> tuple[int, float]:
+        seen = simulate(profile.problem, schedule)
+        peak_bytes = seen.peak_bytes + profile.waiting_bytes(schedule, seen)
+        peak_bytes = max(peak_bytes, profile.residents.optimizer_peak_bytes)
+        return max(0, peak_bytes - most_bytes), seen.seconds
+
+    return plan_by_hand(profile, min(schedules, key=cost), budget_bytes)
+
+
+def _evenly(low: int, high: int, number: int) -> list[int]:
+    """Whole numbers up to ``high``, evenly spread above ``low``.
+
+    >>> _evenly(10, 100, 3)
+    [40, 70, 100]
+    """
+    return sorted({low + ceil((high - low) * part / number) for part in range(1, number + 1)} - {low})
+
+
+def _rounded_up(value: int, known: list[int]) -> int:
+    """The next of the known numbers; beyond them, the next multiple of a part of the last.
+
+    >>> _rounded_up(30, [40, 70, 100]), _rounded_up(70, [40, 70, 100]), _rounded_up(107, [40, 80])
+    (40, 70, 110)
+    """
+    if value <= known[-1]:
+        return known[bisect_left(known, value)]
+    step = max(1, known[-1] // _BEYOND)
+    return -(-value // step) * step
