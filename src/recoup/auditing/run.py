@@ -13,6 +13,7 @@ from recoup.model.calls import watch_calls
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall, Visitor, stream
 from recoup.model.units import Units, choose_units, find_units
+from recoup.model.wrappers import unsynchronized, unwrapped_model
 
 __all__ = ["audit", "audit_step"]
 
@@ -49,11 +50,12 @@ def audit(
     >>> audit(model, torch.randn(2, 4), loss=torch.sum, units=["0", "1", "2"]).unsafe
     {'1': "changes its input in place: argument 'input'"}
     """
-    training = TrainingStep(model, sample, loss=loss, step=step)
-    with training.plain():
-        root = watch_calls(training)
-    chosen = choose_units(root) if units is None else find_units(root, units)
-    return audit_step(training, chosen)
+    training = TrainingStep(unwrapped_model(model), sample, loss=loss, step=step)
+    with unsynchronized([model, *training.reached.modules]):
+        with training.plain():
+            root = watch_calls(training)
+        chosen = choose_units(root) if units is None else find_units(root, units)
+        return audit_step(training, chosen)
 
 
 def audit_step(

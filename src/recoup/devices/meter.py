@@ -152,6 +152,10 @@ class Meter(ABC):
         """Collects garbage and empties caches, after something did not fit."""
         gc.collect()
 
+    def settle(self) -> None:
+        """Before residents are counted: collects garbage, and lets libraries allocate what they keep."""
+        gc.collect()
+
 
 class CpuMeter(Meter):
     """Exact bytes of storages, by a tracker. What was allocated before counts zero."""
@@ -310,6 +314,13 @@ class CudaMeter(Meter):
     def make_room(self) -> None:
         super().make_room()
         torch.cuda.empty_cache()
+
+    def settle(self) -> None:
+        super().settle()
+        # cuBLAS has a workspace for each thread that uses it: this one, and the one that runs backwards.
+        with torch.enable_grad():
+            ones = torch.ones(16, 16, device=self.device, requires_grad=True)
+            (ones @ ones).sum().backward()
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

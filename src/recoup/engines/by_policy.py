@@ -26,6 +26,7 @@ from recoup.model.replace_forward import own_forward
 from recoup.model.slices import unit_names
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, choose_units, find_units
+from recoup.model.wrappers import unsynchronized
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 from recoup.policies import KeepAll, Policy
 
@@ -99,7 +100,7 @@ def _callable_inside(module: nn.Module) -> list[nn.Module]:
 
 def _seen_calls(model: nn.Module, sample: Any) -> ModuleCall:
     step = TrainingStep(model, sample)
-    with step.plain():
+    with unsynchronized([model]), step.plain():
         return watch_calls(step)
 
 

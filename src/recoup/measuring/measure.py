@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall
 from recoup.model.uncompile import inner_model, uncompiled
 from recoup.model.units import Units
+from recoup.model.wrappers import buckets_of, unsynchronized, unwrapped_model
 from recoup.plans.profile import Profile
 from recoup.progress import note
 
@@ -115,29 +117,29 @@ def measure(
     >>> profile.device, profile.residents.parameter_bytes // 2**30, profile.seconds_are_estimates
     ('H200 (estimated)', 16, True)
     """
-    if engine != "eager":
-        if hardware is not None:
-            raise SampleError(f"engine={engine!r} is measured, not estimated: leave hardware= out.")
-        settings = settings_to_take_over(model) if engine == "compiled" else ""
-        with suspended(model), uncompiled(model):
-            training = TrainingStep(inner_model(model), sample, loss=loss, step=step, optimizer=optimizer)
-            measurement = begin_measurement(training, units=units, engine=engine, settings=settings)
-            return measure_step(measurement, accumulates=accumulates, unsafe=unsafe or {}).profile(
-                holds_output
-            )
-    training = TrainingStep(model, sample, loss=loss, step=step, optimizer=optimizer)
-    unsafe = unsafe or {}
-    cluster = read_ranks(ranks)
-    if hardware is not None:
-        found = find_hardware(hardware)
-        measured = _estimate_step(training, found, units=units, accumulates=accumulates, unsafe=unsafe)
-        return sharded(measured.profile(holds_output), model, read_ranks(ranks, found))
-    if cluster.ranks > 1:
+    if engine != "eager" and hardware is not None:
+        raise SampleError(f"engine={engine!r} is measured, not estimated: leave hardware= out.")
+    cluster, unsafe = read_ranks(ranks), unsafe or {}
+    if hardware is None and cluster.ranks > 1:
         raise SampleError(
             f"ranks={cluster.ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
-    measurement = begin_measurement(training, units=units)
-    return measure_step(measurement, accumulates=accumulates, unsafe=unsafe).profile(holds_output)
+    inner, buckets = unwrapped_model(model), buckets_of(model, expected=False)
+    accumulates = accumulates or buckets.are_gradients
+    settings = settings_to_take_over(model) if engine == "compiled" else ""
+    with ExitStack() as stack:
+        if engine != "eager":
+            stack.enter_context(suspended(model))
+            stack.enter_context(uncompiled(model))
+            inner = inner_model(inner)
+        training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer, buckets=buckets)
+        if hardware is not None:
+            found = find_hardware(hardware)
+            measured = _estimate_step(training, found, units=units, accumulates=accumulates, unsafe=unsafe)
+            return sharded(measured.profile(holds_output), inner, read_ranks(ranks, found))
+        stack.enter_context(unsynchronized([model, *training.reached.modules]))
+        measurement = begin_measurement(training, units=units, engine=engine, settings=settings)
+        return measure_step(measurement, accumulates=accumulates, unsafe=unsafe).profile(holds_output)
 
 
 def begin_measurement(
@@ -149,6 +151,7 @@ def begin_measurement(
     """
     meter = make_meter(device_of(step.model, step.given))
     meter.waits = step.communicates and not step.shards
+    meter.settle()
     with step.plain():
         cost = joint_cost(map(optimizer_cost, step.optimizers))
         return Measurement(step, cost, meter, units, engine, settings)
