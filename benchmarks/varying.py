@@ -41,7 +41,7 @@ def make_model(small: bool, device: str) -> Any:
         num_key_value_heads=groups,
         vocab_size=words,
     )
-    model: Any = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     return model.to(device, torch.float32 if small else torch.bfloat16).train()
 
 
@@ -135,9 +135,10 @@ def run(arguments: argparse.Namespace) -> list[str]:
         model, samples=samples, budget=budget, optimizer=trainer.optimizer, holds_output=False
     )
     several_s = time.perf_counter() - start
-    assert several.by_size is not None
+    by_size = several.by_size
+    assert by_size is not None
     ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "plans by size": (lambda: recoup.apply(model, several.by_size), lambda: recoup.remove(model)),
+        "plans by size": (lambda: recoup.apply(model, by_size), lambda: recoup.remove(model)),
         "one plan for the longest": (lambda: recoup.apply(model, one.plan), lambda: recoup.remove(model)),
         "gradient_checkpointing_enable": (
             lambda: (recoup.remove(model), model.gradient_checkpointing_enable()),
@@ -185,7 +186,7 @@ def run(arguments: argparse.Namespace) -> list[str]:
             f"| {one.up_to[0]} | {one.plan.predicted_bytes / 2**30:.2f} GiB |"
             f" {1000 * one.seconds_per_element / rows:.4f} |"
             f" {'; '.join(f'{names}: {label}' for names, label in one.plan.describe_units())} |"
-            for one in several.by_size.ranges
+            for one in by_size.ranges
         ),
     ]
     return rows_out

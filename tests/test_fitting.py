@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup import fitting
 from recoup.devices.meter import CpuMeter
 from recoup.engines import is_applied
 from recoup.errors import BudgetError, LossError, SampleError, SizeError, UnitError
+from recoup.fitting import one_fit
 from recoup.sizes import format_bytes
 
 
@@ -422,7 +422,7 @@ def test_a_fit_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     def verify_step(*args: Any) -> Any:
         return replace(VERIFY(*args), seconds=0.00246, plain_seconds=0.00123)
 
-    monkeypatch.setattr(fitting, "verify_step", verify_step)
+    monkeypatch.setattr(one_fit, "verify_step", verify_step)
     fitted = recoup.fit(model, x, budget="300KiB", loss=mean_square, units="*")
     # Which plan it is depends on the seconds of the day.
     predicted, measured = (
@@ -449,4 +449,4 @@ def test_a_fit_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(fitted).startswith("Fitted(plan=ModelPlan(")
 
 
-VERIFY = fitting.verify_step
+VERIFY = one_fit.verify_step

@@ -399,7 +399,7 @@ def test_a_failing_fit_leaves_the_earlier_plan(monkeypatch: pytest.MonkeyPatch) 
     def broken(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recoup.fitting, "verify_step", broken)
+    monkeypatch.setattr(recoup.fitting.one_fit, "verify_step", broken)
     with pytest.raises(KeyboardInterrupt):
         recoup.fit(model, x, loss=torch.sum, budget=middle + 100)
     assert traces(model) == before

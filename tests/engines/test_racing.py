@@ -318,7 +318,7 @@ def test_predictions_learn_from_the_race(clock: Any) -> None:
 
 
 def test_several_processes_do_not_race(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recoup.fitting, "num_processes", lambda: 2)
+    monkeypatch.setattr(recoup.fitting.one_fit, "num_processes", lambda: 2)
     model, batch = model_and_batch()
     clock(0.0, 0.01)
     assert fit_in_the_middle(model, batch).verification.race == ()

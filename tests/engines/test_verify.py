@@ -16,7 +16,6 @@ from tally import Tally
 from torch import Tensor, nn
 
 import recoup
-from recoup import fitting
 from recoup.checkpointing.fingerprints import differing, fingerprint, on_host
 from recoup.devices.meter import CpuMeter, Timing
 from recoup.engines import Leaf, ModelPlan, apply, compare_by_unit, is_applied, remove
@@ -25,6 +24,7 @@ from recoup.engines.drift import drift_between, too_far
 from recoup.engines.racing import _ENOUGH_S
 from recoup.engines.verify import Verification, _compare_generated
 from recoup.errors import BudgetError, OverBudgetError, VerificationError
+from recoup.fitting import one_fit
 from recoup.measuring import MemoryTracker, Profile
 from recoup.measuring.measure import Measured
 from recoup.model.recipe import Recipe
@@ -415,7 +415,7 @@ def surprised(bytes_more: int) -> Callable[..., Measured]:
     return measure_step
 
 
-MEASURE = fitting.measure_step
+MEASURE = one_fit.measure_step
 
 
 def chain() -> tuple[nn.Module, Tensor]:
@@ -435,11 +435,11 @@ def count_rounds(monkeypatch: pytest.MonkeyPatch) -> list[Verification | OverBud
             raise
         return rounds[-1]
 
-    monkeypatch.setattr(fitting, "verify_step", verify_step)
+    monkeypatch.setattr(one_fit, "verify_step", verify_step)
     return rounds
 
 
-VERIFY = fitting.verify_step
+VERIFY = one_fit.verify_step
 
 
 def test_a_peak_above_the_budget_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +447,7 @@ def test_a_peak_above_the_budget_is_planned_again(monkeypatch: pytest.MonkeyPatc
     budget = middle(model, x, loss=torch.sum)
     rounds = count_rounds(monkeypatch)
     # So much that keeping everything seems to fit, whatever the seconds say.
-    monkeypatch.setattr(fitting, "measure_step", surprised(10_000))
+    monkeypatch.setattr(one_fit, "measure_step", surprised(10_000))
     fitted = recoup.fit(model, x, budget=budget, loss=torch.sum)
     assert 2 <= len(rounds) <= 3
     assert rounds[0].peak_bytes > budget
@@ -467,9 +467,9 @@ def test_where_plans_miss_the_budget_the_one_with_the_least_memory_is_tried(
     model, x = chain()
     smallest = recoup.minimum_budget(recoup.measure(model, x, **FIXED))
     rounds = count_rounds(monkeypatch)
-    monkeypatch.setattr(fitting, "measure_step", surprised(2000))
+    monkeypatch.setattr(one_fit, "measure_step", surprised(2000))
     # Nothing is learned from a round: each plans the same again.
-    monkeypatch.setattr(fitting, "_with_surprise", lambda chosen, peak_bytes: chosen.profile)
+    monkeypatch.setattr(one_fit, "_with_surprise", lambda chosen, peak_bytes: chosen.profile)
     fitted = recoup.fit(model, x, budget=smallest, **FIXED)
     assert len(rounds) == 4
     assert fitted.verification.peak_bytes == fitted.plan.budget_bytes == smallest
@@ -479,7 +479,7 @@ def test_where_plans_miss_the_budget_the_one_with_the_least_memory_is_tried(
 def test_a_peak_above_the_budget_that_no_plan_can_avoid(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = chain()
     smallest = recoup.minimum_budget(recoup.measure(model, x, **FIXED))
-    monkeypatch.setattr(fitting, "measure_step", surprised(2000))
+    monkeypatch.setattr(one_fit, "measure_step", surprised(2000))
     named = rf"does not fit .*smallest feasible budget is .* \({smallest} bytes, verified on a real step\)"
     with pytest.raises(BudgetError, match=named) as caught:
         recoup.fit(model, x, budget=smallest - 1000, **FIXED)
@@ -503,13 +503,13 @@ def test_a_refusal_without_a_real_step_is_a_prediction(monkeypatch: pytest.Monke
         patched.setattr(CpuMeter, "free_bytes", lambda self: 1000)
         refused()
     with monkeypatch.context() as patched:
-        patched.setattr(fitting, "_MOST_TRIAL_S", 0.0)
+        patched.setattr(one_fit, "_MOST_TRIAL_S", 0.0)
         refused()
 
     def run_out(*args: Any) -> Verification:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(fitting, "verify_step", run_out)
+    monkeypatch.setattr(one_fit, "verify_step", run_out)
     refused()
 
 
