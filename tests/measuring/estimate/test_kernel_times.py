@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from recoup.measuring.estimate import KNOWN, known
 from recoup.measuring.estimate.classes import kernel_class
 from recoup.measuring.estimate.curves import KernelCurve, KernelSample, fit_curves
 from recoup.measuring.estimate.kernel_times import OperationTimer
+from recoup.measuring.estimate.machine import hardware_to_json
 from recoup.measuring.estimate.roofline import operation_s
 
 aten = torch.ops.aten
@@ -152,6 +154,13 @@ class TestCurves:
         with pytest.raises(HardwareError, match="damaged"):
             read_hardware(tmp_path / "a.json")
 
+    def test_files_have_one_line_for_each(self) -> None:
+        named = replace(HOST, name='a "kernels": [] card', kernels=(CURVE, replace(CURVE, name="copy")))
+        written = hardware_to_json(named)
+        lines = [line.strip(" ,") for line in written.splitlines() if '"points"' in line]
+        assert [json.loads(line)["name"] for line in lines] == ["elementwise", "copy"]
+        assert json.loads(written)["hardware"]["name"] == named.name
+
 
 class TestEstimates:
     def test_a_curve_replaces_the_roofline(self) -> None:
@@ -180,6 +189,10 @@ class TestEstimates:
 
 
 class TestTheShippedFile:
+    def test_it_is_as_the_writer_writes_it(self) -> None:
+        path = Path(known.__file__).with_name("h200.json")
+        assert path.read_text(encoding="utf-8") == hardware_to_json(read_hardware(path)) + "\n"
+
     def test_it_was_measured_with_the_published_peaks(self) -> None:
         """A curve goes by seconds at the peak: with other peaks it would be another one."""
         shipped = read_hardware(Path(known.__file__).with_name("h200.json"))

@@ -136,8 +136,14 @@ def write_hardware(hardware: Hardware, path: str | Path) -> None:
 
 
 def hardware_to_json(hardware: Hardware) -> str:
-    """What `write_hardware` writes."""
-    return json.dumps({"format": _FORMAT, "version": _VERSION, "hardware": asdict(hardware)}, indent=2)
+    """What `write_hardware` writes: one line for each number, and one for each class of kernels."""
+    numbers = {**asdict(hardware), "kernels": []}
+    text = json.dumps({"format": _FORMAT, "version": _VERSION, "hardware": numbers}, indent=2)
+    if not hardware.kernels:
+        return text
+    # Found once: in a name, quotes would be escaped.
+    curves = ",\n".join(f"      {json.dumps(asdict(curve))}" for curve in hardware.kernels)
+    return text.replace('"kernels": []', f'"kernels": [\n{curves}\n    ]')
 
 
 def read_hardware(path: str | Path) -> Hardware:
