@@ -39,8 +39,8 @@ class Checkpoint:
             tensors), ``"values"`` (their content too, by a hash), ``"sampled"`` (metadata always, content on the
             1st, 2nd, 4th, 8th, … call of a module or function), or ``"none"``.
         keep_decisions: integers, booleans and numbers that depend on floating-point values (top-k indices,
-            comparisons) are kept, and the replay is given them. A module or function that is found to make any on its
-            1st, 2nd, 4th, 8th, … call takes about 6 µs longer for each operation, and again in the replay.
+            comparisons) are kept, and the replay is given them. Every operation of a module or function takes a few
+            microseconds longer on its first eight calls, the 16th, 32nd, …, and about two where it was found to decide.
 
     >>> import torch
     >>> x = torch.tensor([2.0, 3.0], requires_grad=True)

@@ -1,0 +1,205 @@
+"""What the primitive costs on the host: noting a module, replaying it, and watching for decisions.
+
+Run: ``python benchmarks/host_costs.py`` (``--write`` keeps ``benchmarks/results/host_costs_HARDWARE_YYYYMM.md``). It
+checks gradients before it trusts a time. Contenders are interleaved; the table has medians over rounds, and quartiles.
+
+The module is a layer of transformers' ViT, so small that the host sets the pace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_own
+
+import recoup
+from recoup.checkpointing import state
+from recoup.checkpointing.decisions import ALL, Functions, Recording, run_in
+from recoup.checkpointing.module_tree import note_tree
+from recoup.checkpointing.reach import Reach
+
+RESULTS = Path(__file__).parent / "results"
+NUM_OPERATIONS = 20
+Calls = dict[str, Callable[[], Any]]
+
+
+def microseconds(calls: Calls, num_rounds: int, num_calls: int = 10) -> dict[str, list[float]]:
+    """Microseconds of each call, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(num_rounds):
+        for name, call in calls.items():
+            call()
+            start = time.perf_counter()
+            for _ in range(num_calls):
+                call()
+            times[name].append((time.perf_counter() - start) / num_calls * 1e6)
+    return times
+
+
+def row(what: str, values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"| {what} | {middle:.1f} | {low:.1f} to {high:.1f} |"
+
+
+def layer_of_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=32)
+    model = ViTModel(config)
+    return next(module for module in model.modules() if type(module).__name__ == "ViTLayer").train()
+
+
+def noting(num_rounds: int) -> list[str]:
+    """What a call notes of its module, and what its replay looks at: at once, and attribute by attribute."""
+    layer = layer_of_vit()
+
+    def note() -> state.FunctionState:
+        return state.FunctionState(Reach(layer, []), preserve_buffers=True)
+
+    def note_one_by_one() -> state.FunctionState:
+        vars(state)["note_tree"] = lambda root: None
+        try:
+            return note()
+        finally:
+            vars(state)["note_tree"] = note_tree
+
+    def look_again(noted: state.FunctionState) -> None:
+        with ExitStack() as stack:
+            noted.enter(stack)
+
+    at_once, apart = note(), note_one_by_one()
+    assert [len(each._trees) for each in (at_once, apart)] == [1, 0]
+    assert {*map(id, at_once._tensors)} == {*map(id, apart._tensors)} == {*map(id, layer.parameters())}
+    calls: Calls = {
+        "noting a layer of ViT in a call": note,
+        "the same, attribute by attribute": note_one_by_one,
+        "putting its state back for a replay, and back again": lambda: look_again(at_once),
+        "the same, noted attribute by attribute": lambda: look_again(apart),
+    }
+    return [row(what, times) for what, times in microseconds(calls, num_rounds).items()]
+
+
+def replaying(num_rounds: int) -> list[str]:
+    """What a checkpointed call takes above two forwards and a backward."""
+    layer, x = layer_of_vit(), torch.randn(1, 4, 16, requires_grad=True)
+    options = recoup.Checkpoint(check="metadata", keep_decisions=False)
+
+    def output(y: Any) -> Tensor:
+        return y if isinstance(y, Tensor) else y[0]
+
+    def step(call: Callable[[Tensor], Any]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output(call(x * 1)).sum(), [x, *layer.parameters()])
+
+    calls: Calls = {
+        "plain": lambda: step(layer),
+        "forward": lambda: layer(x * 1),
+        "recoup": lambda: step(lambda y: options(layer, y)),
+        "torch": lambda: step(lambda y: torch_own(layer, y, use_reentrant=False)),
+    }
+    for name in ("recoup", "torch"):
+        assert all(map(torch.equal, calls[name](), calls["plain"]())), name
+    times = microseconds(calls, num_rounds)
+
+    def above(name: str) -> list[float]:
+        plain, forward = times["plain"], times["forward"]
+        return [own - once - again for own, once, again in zip(times[name], plain, forward, strict=True)]
+
+    return [
+        row("forward and backward of that layer", times["plain"]),
+        row("its forward", times["forward"]),
+        row(
+            "checkpointing it, above both: `recoup.Checkpoint(check='metadata', keep_decisions=False)`",
+            above("recoup"),
+        ),
+        row("the same, `torch.utils.checkpoint.checkpoint(use_reentrant=False)`", above("torch")),
+    ]
+
+
+def watching(num_rounds: int) -> list[str]:
+    """What an operation takes longer while a call site is watched."""
+    x = torch.randn(8)
+
+    def sines() -> Tensor:
+        y = x
+        for _ in range(NUM_OPERATIONS):
+            y = y.sin()
+        return y
+
+    def run(watched: Functions | None) -> Any:
+        region = Recording([], 1 << 16)
+        found = run_in(region, sines, (), {}, watched=watched)
+        assert not region.kept
+        return found
+
+    ways = {"none": None, "all": ALL, "inside": Functions([Tensor.topk])}
+    calls: Calls = {name: partial(run, watched) for name, watched in ways.items()}
+    assert all(torch.equal(call(), sines()) for call in calls.values())
+    times = microseconds(calls, num_rounds)
+    above = {
+        name: [
+            (own - unwatched) / NUM_OPERATIONS
+            for own, unwatched in zip(times[name], times["none"], strict=True)
+        ]
+        for name in ("all", "inside")
+    }
+    return [
+        row("an operation that is not watched", [each / NUM_OPERATIONS for each in times["none"]]),
+        row(
+            "above that, where all is watched: until the site's functions are known, and now and then",
+            above["all"],
+        ),
+        row("above that, where other functions have decided", above["inside"]),
+    ]
+
+
+def report(rows: list[str], num_rounds: int) -> str:
+    today = datetime.date.today().isoformat()
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}, recoup {recoup.__version__}"
+    return "\n".join(
+        [
+            f"# What the primitive costs on the host, {hardware()}, {today}",
+            "",
+            f"`python benchmarks/host_costs.py --rounds {num_rounds}`, one CPU thread of {os.cpu_count()} cores,"
+            f" load {os.getloadavg()[0]:.1f} at the end. {versions}.",
+            "",
+            "| what | µs, median | quartiles |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def hardware() -> str:
+    return f"cpu-{platform.machine().lower()}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=300, help="rounds of 10 calls for each contender")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    options: Any = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = [*noting(options.rounds), *replaying(options.rounds), *watching(options.rounds)]
+    text = report(rows, options.rounds)
+    print(text)
+    if options.write:
+        path = RESULTS / f"host_costs_{hardware()}_{datetime.date.today():%Y%m}.md"
+        path.write_text(text)
+        print(f"Written to {path}")
+
+
+if __name__ == "__main__":
+    main()
