@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def test_doctests_of_the_reference_are_code(site: Path) -> None:
         assert ("&gt;&gt;&gt; " in text) == ('<div class="language-pycon highlight">' in text), path.name
 
 
+@pytest.mark.filterwarnings("ignore")  # of the libraries that are imported
 def test_the_reference_has_every_public_name(site: Path) -> None:
     anchors = set()
     for path in (site / "reference").glob("*.html"):
@@ -118,6 +120,9 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     wanted = {f"recoup.{name}" for name in recoup.__all__ if getattr(recoup, name) not in parts}
     wanted |= {f"{part.__name__}.{name}" for part in parts for name in part.__all__}
     wanted |= {f"recoup.errors.{name}" for name in recoup.errors.__all__}
+    for library in ("accelerate", "lightning", "transformers"):
+        module = import_module(f"recoup.integrations.{library}")
+        wanted |= {f"{module.__name__}.{name}" for name in module.__all__}
     # A function that shares its name with its file is shown as the function.
     assert not {"recoup.measure.measure", "recoup.describe.describe", "recoup.planning.plan.plan"} & anchors
     wanted |= {f"recoup.sizes.{name}" for name in recoup.sizes.__all__} | {"recoup.checkpointing.Span"}

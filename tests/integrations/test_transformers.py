@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ import torch
 from everyday.subjects import assert_same, gpt2, peak_bytes, state_of
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from recoup.engines import is_applied
@@ -287,6 +295,66 @@ def test_batches_of_a_sampler_with_a_size_and_rows_that_are_batches() -> None:
     assert largest_batch_of(loader, num_batches=2)["input_ids"].shape[0] == 6
     whole: Any = torch.utils.data.DataLoader([torch.ones(4, 3), torch.ones(5, 3)], batch_size=None)  # type: ignore[arg-type]
     assert largest_batch_of(whole, num_batches=2).shape == (5, 3)
+
+
+class Every(Sampler[Any]):
+    """A sampler of the user's own: every second row, from where it stands."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.generator = torch.Generator().manual_seed(5)
+        self.noise = torch.rand(3, generator=self.generator)
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(0, 12, 2):
+            self.num_read += 1
+            torch.rand(1, generator=self.generator)
+            yield index
+
+
+class Unreadable(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([0])
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a connection")
+
+
+SUBSETS: dict[str, Callable[[], dict[str, Any]]] = {
+    "SubsetRandomSampler": lambda: {"sampler": SubsetRandomSampler([1, 4, 6]), "batch_size": 2},
+    "with a generator": lambda: {
+        "sampler": SubsetRandomSampler([1, 4, 6], generator=torch.Generator().manual_seed(1)),
+        "batch_size": 2,
+    },
+    "in batches": lambda: {"batch_sampler": BatchSampler(SubsetRandomSampler([1, 4, 6]), 2, drop_last=False)},
+    "weights": lambda: {"sampler": WeightedRandomSampler([0, 1, 0, 0, 1, 0, 1], 30), "batch_size": 2},
+    "the first rows": lambda: {"sampler": RandomSampler(range(3)), "batch_size": 2},
+    "no batches": lambda: {"sampler": SubsetRandomSampler([1, 4, 6]), "batch_size": None},
+    "of the user's own": lambda: {"sampler": Every(), "batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("kind", SUBSETS)
+def test_batches_are_made_of_the_rows_that_the_loader_reads(kind: str) -> None:
+    options = SUBSETS[kind]()
+    loader = torch.utils.data.DataLoader(list(torch.arange(12).split(1)), **options)
+    sampler = options.get("sampler") or options["batch_sampler"].sampler
+    generator = getattr(sampler, "generator", None)
+    before = torch.get_rng_state(), None if generator is None else generator.get_state()
+    rows = torch.cat([largest_batch_of(loader, num_batches=number).flatten() for number in range(1, 5)])
+    allowed = {"the first rows": {0, 1, 2}, "of the user's own": {*range(0, 12, 2)}}.get(kind, {1, 4, 6})
+    assert {*rows.tolist()} <= allowed
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert generator is None or torch.equal(generator.get_state(), before[1])
+    assert getattr(sampler, "num_read", 0) == 0
+
+
+def test_a_sampler_that_cannot_be_copied_needs_a_sample() -> None:
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=2, sampler=Unreadable())
+    with pytest.raises(
+        SampleError, match=r"Unreadable cannot be read without moving it \(a connection\): give sample="
+    ):
+        largest_batch_of(loader, num_batches=2)
 
 
 # Without the library

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from recoup.errors import SampleError
+from recoup.integrations.indices import indices_of
 from recoup.snapshot.random_state import held_random_state
 from recoup.tensors import tensors_in
 
@@ -15,7 +16,7 @@ __all__ = ["largest_batch_of"]
 
 
 def largest_batch_of(loader: Any, *, num_batches: int, batch_size: int | None = None) -> Any:
-    """The largest of a few batches, by elements, made of rows from all over the loader's dataset.
+    """The largest of a few batches, by elements, made of rows from all over what the loader's sampler draws from.
 
     Rows are read and collated here, not by the loader, so that training sees the same batches as without. A loader
     whose batches cannot be made so needs a sample of the user's.
@@ -44,23 +45,25 @@ def _batches(loader: Any, num_batches: int, batch_size: int | None) -> list[Any]
         raise _unreadable(f"A {type(loader).__name__} does not say what it reads")
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is None and not isinstance(dataset, IterableDataset):  # rows are batches
-        return [collate(row) for row in _rows(dataset, num_batches)]
+        return [collate(row) for row in _rows(loader, num_batches)]
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None) or batch_size
     if not isinstance(size, int):
         raise _unreadable("A sampler of the loader's own makes batches of any size")
-    rows = _rows(dataset, num_batches * size)
+    rows = _rows(loader, num_batches * size)
     return [collate(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def _rows(dataset: Any, num_rows: int) -> Sequence[Any]:
+def _rows(loader: Any, num_rows: int) -> Sequence[Any]:
+    dataset = loader.dataset
     if type(dataset).__module__.partition(".")[0] == "datasets" and not hasattr(dataset, "__getitem__"):
         return list(dataset.take(num_rows))  # which begins anew each time
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise _unreadable(
             "The training data may be a stream, of which rows that are read here would be missing"
         )
-    num_rows = min(num_rows, len(dataset))
-    return [dataset[index * len(dataset) // num_rows] for index in range(num_rows)]
+    indices = indices_of(loader)
+    num_rows = min(num_rows, len(indices))
+    return [dataset[indices[number * len(indices) // num_rows]] for number in range(num_rows)]
 
 
 def _unreadable(why: str) -> SampleError:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from recoup.engines import apply
 from recoup.errors import ApplyError, EncodingError, FitError, SampleError
-from recoup.fitting import Fitted, fit
-from recoup.integrations.batches import largest_batch_of
+from recoup.fitting import fit
+from recoup.integrations.callback import FittingCallback
 from recoup.integrations.missing import not_installed
 from recoup.integrations.outcome import figures, headline, write_outcome
 from recoup.plans import ModelPlan
@@ -38,28 +38,18 @@ except ImportError:
 __all__ = ["RecoupCallback"]
 
 
-class RecoupCallback(Callback):
+class RecoupCallback(FittingCallback, Callback):
     """Fits the module into a budget when training starts, in place: ``Trainer(callbacks=[RecoupCallback("8GiB")])``.
 
-    Args:
-        budget: as for `recoup.fit`: ``"8GiB"``, ``"80%"``, or ``"auto"``, what is free less a margin.
-        sample: a batch as the loader yields it, to plan for; unless given, the largest of a few.
-        num_batches: how many batches are looked at.
-        options: further arguments of `recoup.fit`, such as ``engine=`` and ``units=``.
+    Arguments are those of `FittingCallback`. Where the plan is that of a checkpoint, ``fitted`` stays ``None``.
 
     Attributes:
-        fitted: what `recoup.fit` returned; ``None`` before training, and where the plan is that of a checkpoint.
         plan: that is applied.
     """
 
-    def __init__(
-        self, budget: int | str = "auto", *, sample: Any = None, num_batches: int = 4, **options: Any
-    ) -> None:
-        self.budget, self.sample, self.num_batches, self.options = budget, sample, num_batches, options
-        self.fitted: Fitted | None = None
-        self.plan: ModelPlan | None = None
-        self._made_for: dict[str, str] = {}
-        self._resumed: dict[str, Any] = {}
+    plan: ModelPlan | None = None
+    _made_for: dict[str, str] | None = None
+    _resumed: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, and what it was made for, for a checkpoint."""
@@ -108,7 +98,7 @@ class RecoupCallback(Callback):
 
     def _apply_resumed(self, model: Any) -> bool:
         """Applies the plan of a checkpoint, if it was made for the same; once, since a later run may be another."""
-        resumed, self._resumed = self._resumed, {}
+        resumed, self._resumed = self._resumed, None
         if not resumed or resumed.get("made_for") != self._made_for:
             return False
         try:
@@ -121,13 +111,11 @@ class RecoupCallback(Callback):
         return True
 
     def _batch(self, trainer: Any) -> Any:
-        batch = self.sample
-        if batch is None:
-            if isinstance(trainer.train_dataloader, (dict, list, tuple)):
-                raise SampleError(
-                    "Several loaders are combined: give sample=, a batch as training_step takes it."
-                )
-            batch = largest_batch_of(trainer.train_dataloader, num_batches=self.num_batches)
+        if self.sample is None and isinstance(trainer.train_dataloader, (dict, list, tuple)):
+            raise SampleError(
+                "Several loaders are combined: give sample=, a batch as training_step takes it."
+            )
+        batch = self.batch_to_plan_for(trainer.train_dataloader)
         batch = trainer.precision_plugin.convert_input(batch)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 

@@ -17,9 +17,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from recoup.errors import FitError
-from recoup.fitting import Fitted, fit
+from recoup.fitting import fit
 from recoup.integrations.attributes import attributes_held
-from recoup.integrations.batches import largest_batch_of
+from recoup.integrations.callback import FittingCallback
 from recoup.integrations.missing import not_installed
 from recoup.integrations.outcome import figures, headline, write_outcome
 from recoup.integrations.too_large import as_out_of_memory
@@ -36,28 +36,14 @@ __all__ = ["RecoupCallback", "fit_trainer"]
 _logger = logging.get_logger("transformers.recoup")
 
 
-class RecoupCallback(TrainerCallback):
+class RecoupCallback(FittingCallback, TrainerCallback):
     """Fits the trainer's model into a budget when training begins, in place: ``Trainer(callbacks=[RecoupCallback()])``.
 
     Gradient checkpointing of the trainer's own is replaced by the plan. The plan and its report are written into the
-    output folder, and its figures to wherever the trainer logs.
-
-    Args:
-        budget: as for `recoup.fit`: ``"8GiB"``, ``"80%"``, or ``"auto"``, what is free less a margin.
-        sample: a batch as the loader yields it, to plan for; unless given, the largest of a few.
-        num_batches: how many batches are looked at.
-        options: further arguments of `recoup.fit`, such as ``engine=`` and ``units=``.
-
-    Attributes:
-        fitted: what `recoup.fit` returned; ``None`` before training.
+    output folder, and its figures to wherever the trainer logs. Arguments are those of `FittingCallback`.
     """
 
-    def __init__(
-        self, budget: int | str = "auto", *, sample: Any = None, num_batches: int = 4, **options: Any
-    ) -> None:
-        self.budget, self.sample, self.num_batches, self.options = budget, sample, num_batches, options
-        self.fitted: Fitted | None = None
-        self._trainer: weakref.ref[Any] | None = None
+    _trainer: weakref.ref[Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Fits the model; everything that `recoup.fit` raises ends the training before it begins."""
@@ -82,12 +68,8 @@ class RecoupCallback(TrainerCallback):
             write_outcome(self.fitted, args.output_dir)
 
     def _fit(self, trainer: Any, args: Any, loader: Any) -> None:
-        batch = self.sample
-        if batch is None:
-            size = (
-                trainer.state.train_batch_size
-            )  # which is smaller than the arguments' where one is looked for
-            batch = largest_batch_of(loader, num_batches=self.num_batches, batch_size=size)
+        # The size is smaller than the arguments' where one is looked for.
+        batch = self.batch_to_plan_for(loader, batch_size=trainer.state.train_batch_size)
         model = trainer.model_wrapped
         model.train()
         num_steps = args.gradient_accumulation_steps
