@@ -77,25 +77,10 @@ def lightning_on_two_ranks(rank: int) -> None:
     import lightning
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import DDPStrategy
+    from lightning_subjects import Classifier
     from torch.utils.data import DataLoader, TensorDataset
 
     from recoup.integrations.lightning import RecoupCallback
-
-    def block() -> nn.Sequential:
-        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-
-    class Classifier(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(16, 32), *(block() for _ in range(4)))
-            self.head = nn.Linear(32, 10)
-
-        def training_step(self, batch: Any) -> Tensor:
-            inputs, targets = batch
-            return nn.functional.cross_entropy(self.head(self.body(inputs)), targets)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
 
     def run(*callbacks: Any) -> nn.Module:
         torch.manual_seed(0)

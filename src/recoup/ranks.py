@@ -143,7 +143,15 @@ def find_ranks(together: Any = True) -> Ranks:
     Args:
         together: ``True`` for all processes of `torch.distributed`, if it is initialized; ``False`` for this one
             alone; or a process group.
+
+    Raises:
+        FitError: it is none of these, or this process is not in the group.
     """
+    if together is None:  # which torch takes for all processes, and a reader for this one alone
+        raise FitError(
+            "together= is True for all ranks of torch.distributed, False for this rank alone, or a process group; got"
+            " None."
+        )
     if together is False or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return ALONE
     group = None if together is True else together

@@ -9,7 +9,7 @@ import lightning
 import pytest
 import torch
 from everyday.subjects import assert_same, state_of
-from torch import Tensor, nn
+from lightning_subjects import Classifier
 from torch.utils.data import DataLoader, TensorDataset
 
 from recoup.engines import is_applied
@@ -19,31 +19,6 @@ from recoup.integrations.lightning import RecoupCallback
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers and loggers
 
 BUDGET = "1.25MiB"
-
-
-def block() -> nn.Sequential:
-    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-
-
-class Classifier(lightning.LightningModule):
-    """Its step calls two networks, and not the module itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 32), *(block() for _ in range(4)))
-        self.head = nn.Linear(32, 10)
-        self.num_steps = 0
-
-    def training_step(self, batch: Any) -> Tensor:
-        inputs, targets = batch
-        self.num_steps += 1
-        loss = nn.functional.cross_entropy(self.head(self.body(inputs)), targets)
-        self.log("loss", loss, prog_bar=True)
-        self.log_dict({"again": loss})
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
 
 
 def run(

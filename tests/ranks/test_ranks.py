@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from on_ranks import on_ranks
 from rank_checks import (
     a_sharded_step_of_the_users,
@@ -18,6 +20,10 @@ from rank_checks import (
     wrapped_after_fitting,
     wrapped_before_fitting,
 )
+from torch import nn
+
+import recoup
+from recoup.errors import FitError
 
 
 def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
@@ -43,6 +49,20 @@ def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
         sharded_after_planning,
         a_sharded_step_of_the_users,
     )
+
+
+def test_together_that_is_none() -> None:
+    """Neither all ranks nor this one alone: nobody can tell which is meant."""
+    model, x = nn.Linear(2, 2), torch.ones(2, 2)
+    fitted = recoup.fit(model, x, budget="1GiB", loss=torch.sum)
+    says = r"True for all ranks of torch.distributed, False for this rank alone, or a process group; got None"
+    for call in (
+        lambda: recoup.fit(nn.Linear(2, 2), x, budget="1GiB", loss=torch.sum, together=None),
+        lambda: recoup.verify(model, fitted.plan, x, loss=torch.sum, together=None),
+        lambda: recoup.autopilot(fitted, optimizer=torch.optim.SGD(model.parameters()), together=None),
+    ):
+        with pytest.raises(FitError, match=says):
+            call()
 
 
 def test_four_ranks(tmp_path: Path) -> None:
