@@ -535,6 +535,19 @@ def test_a_span_whose_call_fills_a_cache_like_a_later_decision() -> None:
         gradients(run, model, x)
 
 
+def test_a_log_that_decides_like_what_follows() -> None:
+    def run(x: Tensor) -> Tensor:
+        if not recoup.is_replaying():
+            SEEN.append((x > 0.5).int().flatten().tolist())
+        return (x * (x > 0)).exp()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(
+        ReplayMismatchError, match=r"2 decisions gt of \[3, 4\], the replay only 1.*log outside"
+    ):
+        Checkpoint(check="metadata")(run, x).sum().backward()
+
+
 def test_decisions_behind_what_the_replay_stops_at_are_not_missed() -> None:
     def run(x: Tensor) -> Tensor:
         y = (x * (x > 0)).exp()

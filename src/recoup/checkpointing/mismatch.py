@@ -192,8 +192,9 @@ def decided_less(fn: Any, decision: Decision, num_then: int, num_now: int) -> Re
     return _not_repeated(
         fn,
         f"The forward made {num_then} decisions {_describe_decision(decision)}, the replay only {num_now}, and nothing"
-        " tells which: the forward may have filled a cache. Fill it before, or keep it in an attribute of the module,"
-        " which the replay sees as it was; Checkpoint(keep_decisions=False) computes decisions anew.",
+        " tells which: the forward has filled a cache, or logged what the replay does not. Fill a cache before, or keep"
+        " it in an attribute of the module, which the replay sees as it was; log outside of the function, or in replays"
+        " too; Checkpoint(keep_decisions=False) computes decisions anew.",
     )
 
 
