@@ -21,10 +21,10 @@ storage."""
 _SEEDS = (torch.int64, torch.uint64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
-"""Words that are hashed at once on a device: they take two or three times 8 MiB."""
+"""Words that are hashed at once on a device: they take twice 8 MiB."""
 _CHUNK_BYTES = 1 << 20
-# Odd constants, with about as many ones as zeros; as signed integers, which is what torch multiplies.
-_FACTORS = (-7046029254386353131, -4658895280553007687, 7809847782465536322 | 1)
+# Odd, with about as many ones as zeros; as a signed integer, which is what torch multiplies.
+_FACTOR = -7046029254386353131
 
 
 def digest(tensor: Tensor) -> Digest:
@@ -139,10 +139,12 @@ def _of_words(tensor: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, start: int) -> Tensor:
-    """Each word mixed with its place, as hash functions end: multiply, and fold the upper half into the lower."""
+    """Each word mixed with its place: upper bits are folded into lower ones, and a square carries all of them up.
+
+    On a device every operation is a kernel of its own: these are few, and a sum of their results still tells apart
+    flipped signs, moved values and changes that cancel in any weighted sum.
+    """
     mixed = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
-    mixed.mul_(_FACTORS[0]).bitwise_xor_(words)
-    for factor in _FACTORS[1:]:
-        mixed.mul_(factor)
-        mixed.bitwise_xor_(mixed >> 31)
-    return mixed
+    torch.add(words, mixed, alpha=_FACTOR, out=mixed)
+    mixed.bitwise_xor_(mixed >> 31)
+    return mixed.mul_(mixed)

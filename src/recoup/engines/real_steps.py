@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from recoup.checkpointing.fingerprints import Fingerprint, fingerprint
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.engines.drift import deterministically
 from recoup.engines.eager import kept
-from recoup.engines.recording import Points, record
+from recoup.engines.recording import Points, Recording, record
 from recoup.errors import ReplayMismatchError, VerificationError
 from recoup.model.caches import CachelessForward, without_caches
 from recoup.model.replace_forward import installed, suspended
@@ -30,15 +31,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The memory of one step.
+    """The memory of one step, and what it computed.
 
     Attributes:
         peak_bytes: of the whole step, the optimizer's step included.
         points: bytes of the whole step over the recorded step's own seconds.
+        prints: fingerprints of its gradients, and of the parameters where a step may change them.
     """
 
     peak_bytes: int
     points: Points
+    prints: dict[str, Fingerprint] = field(default_factory=dict, repr=False)
 
 
 class RealSteps:
@@ -98,7 +101,7 @@ class RealSteps:
         return without_caches(model) if _caches_off(model) else nullcontext()
 
     def record(self) -> Recorded:
-        """The memory of a step; its replays are compared with their forwards. Of several ranks, the largest peak.
+        """A step's memory and results; replays are compared with their forwards. Of several ranks, the largest peak.
 
         Raises:
             VerificationError: a replay differs from its forward.
@@ -111,25 +114,30 @@ class RealSteps:
         residents = self.profile.residents
         # Once is enough, whatever the plan: it does not change what a step writes to.
         finding = nullcontext() if self._knows_writes else self.step.finding_writes()
-        with self.step.preserved(), finding:
-            self._settle()
-            torch.clear_autocast_cache()
-            with self.meter.watching():
-                self.meter.follow(self.step.shards.storages())
-                live_bytes = self.meter.begin()
-                # Tracked, since a step of the user's may free these gradients and make others.
-                self._prepare()
-                lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
-                # Comparing takes memory too, on some devices: this is the most that a step may need.
-                with sampling("always"):
-                    try:
-                        recorded = record(self.meter, self._run_in_flight)
-                    except ReplayMismatchError as error:
-                        raise VerificationError(f"{error}\nRun recoup.audit on the model.") from None
+        with self.step.preserved():
+            with finding:
+                self._settle()
+                torch.clear_autocast_cache()
+                with self.meter.watching():
+                    self.meter.follow(self.step.shards.storages())
+                    live_bytes = self.meter.begin()
+                    # Tracked, since a step of the user's may free these gradients and make others.
+                    self._prepare()
+                    lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
+                    recorded = self._run_recorded()
+            prints = self._see(fingerprint)
         self._knows_writes = True
         peak_bytes = max(recorded.peak_bytes + lived_bytes, residents.optimizer_peak_bytes)
         points = tuple((time_s, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
-        return Recorded(peak_bytes, points)
+        return Recorded(peak_bytes, points, prints)
+
+    def _run_recorded(self) -> Recording:
+        # Comparing takes memory too, on some devices: this is the most that a step may need.
+        with sampling("always"):
+            try:
+                return record(self.meter, self._run_in_flight)
+            except ReplayMismatchError as error:
+                raise VerificationError(f"{error}\nRun recoup.audit on the model.") from None
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[], Timing]]:
@@ -156,16 +164,19 @@ class RealSteps:
             return run() if self.is_generated else deterministically(run)
 
     def _after_step(self, see: Callable[[Tensor], T], names: Sequence[str] | None) -> dict[str, T]:
-        found: dict[str, Tensor] = {}
         with self.step.preserved():
             self._prepare()
             self._run()
-            for name, parameter in self.step.model.named_parameters():
-                if parameter.grad is not None:
-                    found[name] = local_part(parameter.grad)
-                if self.step.changes_parameters:
-                    found[f"{name} (after the step)"] = local_part(parameter)
-            return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
+            return self._see(see, names)
+
+    def _see(self, see: Callable[[Tensor], T], names: Sequence[str] | None = None) -> dict[str, T]:
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.step.model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = local_part(parameter.grad)
+            if self.step.changes_parameters:
+                found[f"{name} (after the step)"] = local_part(parameter)
+        return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
 
     def _settle(self) -> None:
         """Lets an optimizer inside the step allocate its state, which counts as resident, and the compiler compile."""

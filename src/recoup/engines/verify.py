@@ -12,7 +12,7 @@ from recoup.checkpointing.fingerprints import Fingerprint, differing, fingerprin
 from recoup.engines.compare_by_unit import Compared, compare_units
 from recoup.engines.drift import Drift, drift_between, list_drifts, too_far
 from recoup.engines.racing import Finisher, Race, time_as_it_stands
-from recoup.engines.real_steps import RealSteps
+from recoup.engines.real_steps import RealSteps, Recorded
 from recoup.engines.recording import Points
 from recoup.errors import OverBudgetError, VerificationError
 from recoup.model.step import TrainingStep
@@ -80,14 +80,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
     if peak_bytes > plan.budget_bytes:
         raise _over_budget(peak_bytes, plan)
     note("verifying", 1, 2)
-    prints = steps.results(fingerprint)
-    plain_prints = _plain_prints(steps) if plain else None
-    if plain is None or plain_prints is None:
-        compared = compare_units(step, plan)
-        gradients, drifting = _unit_by_unit(compared), tuple(compared.drifting)
-    else:
-        compare = _compare_generated if steps.is_generated else _compare
-        drifting, gradients = compare(steps, prints, plain_prints)
+    drifting, gradients = _compare_gradients(steps, plan, lap.recorded, plain.recorded if plain else None)
     if steps.is_cacheless():
         gradients += " to a step with use_cache off"
     return Verification(
@@ -101,6 +94,22 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
         timeline=lap.timeline,
         race=race.finishers,
     )
+
+
+def _compare_gradients(
+    steps: RealSteps, plan: ModelPlan, fitted: Recorded, plain: Recorded | None
+) -> tuple[tuple[Drift, ...], str]:
+    """Compares gradients: of recorded steps; where these differ, with deterministic operations; or unit by unit."""
+    if plain is not None and steps.is_generated:
+        return _compare_generated(steps, fitted.prints, plain.prints)
+    if plain is not None:
+        if not steps.step.ranks.largest(bool(differing(fitted.prints, plain.prints))):
+            return (), _in_words(())
+        prints, plain_prints = steps.results(fingerprint), _plain_prints(steps)
+        if plain_prints is not None:
+            return _compare(steps, prints, plain_prints)
+    compared = compare_units(steps.step, plan)
+    return tuple(compared.drifting), _unit_by_unit(compared)
 
 
 def _in_words(drifting: tuple[Drift, ...]) -> str:
@@ -130,16 +139,16 @@ def _compare_generated(
     that draws is compared with code that draws the same, and its distance from eager code says nothing.
     """
     names = differing(fitted, plain)
-    ours = steps.results(on_host)
     with steps.plainly():
         kept = steps.results(on_host)
     with steps.eagerly():
         eager = steps.results(on_host)
-    found, rounding = drift_between(kept, ours), drift_between(eager, kept)
+    found = drift_between(kept, steps.results(on_host)) if names else []
+    rounding = drift_between(eager, kept)
     error = _largest(rounding)
     against = f"relative error against eager up to {error:.2g}"
     drawn = " (it draws other random numbers)" if error > _ROUNDING and steps.draws else ""
-    if not names and not found:
+    if not names:
         return (), f"bit-equal to the compiled step with everything kept, {against}{drawn}"
     if wrong := too_far(found, () if steps.draws else rounding):
         raise VerificationError(

@@ -41,7 +41,7 @@ def slowest_inside(
                 f"Rank {rank} calls {theirs[0]!r} where rank 0 calls {ours[0]!r}, or in another way. {SAME_STEP}"
             )
     return {
-        index: {name: max(one[index][name] for _, one in found) for name in inside}
+        index: {name: max(one.get(index, {}).get(name, 0.0) for _, one in found) for name in inside}
         for index, inside in seconds.items()
     }
 

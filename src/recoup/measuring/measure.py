@@ -236,15 +236,17 @@ class Measurement:
         _progress(2)
         first = _first_indices(seen.cost_key for seen in calls)
         timed = _timed_indices(calls, first)
-        with recording(step.model) as recorder:
-            cold_s, inside_s = self.passes.visit(set(timed.values()), self._time_inside)
-        inside_s = slowest_inside(step.ranks, calls, inside_s)
         effort = Effort.for_calls(calls)
+        thorough = {index for index in timed.values() if calls[index].behaviour in effort.large}
+        with recording(step.model) as recorder:
+            cold_s, inside_s = self.passes.visit(thorough, self._time_inside)
+        inside_s = slowest_inside(step.ranks, calls, inside_s)
         if self.like is not None:
             recipes, uncaptured = _recipes_of(self.like, calls, timed)
         else:
             recipes = {
-                kind: effort.recipes(calls[index], inside_s[index], unsafe) for kind, index in timed.items()
+                kind: effort.recipes(calls[index], inside_s.get(index, {}), unsafe)
+                for kind, index in timed.items()
             }
             uncaptured = self._capture(timed, recipes) if self.engine != "eager" else {}
         _progress(3)
@@ -375,8 +377,10 @@ class Measurement:
     ) -> tuple[list[CodeSeconds], dict[_Kind, dict[Recipe, CallTiming]]]:
         def measure(call: UnitCall) -> dict[Recipe, CallTiming]:
             seen = self.calls[call.index]
-            recipes, repeats, warm_up = list(sizes[seen.cost_key]), effort.repeats, effort.warm_up
-            return time_call(call, recipes, self.meter, repeats=repeats, warm_up=warm_up, wanted=seen.wanted)
+            recipes, repeats = list(sizes[seen.cost_key]), effort.repeats_of(seen)
+            return time_call(
+                call, recipes, self.meter, repeats=repeats, warm_up=effort.warm_up, wanted=seen.wanted
+            )
 
         with self._inner_forwards(sizes):
             code_s, found = self.passes.visit(set(timed.values()), measure)

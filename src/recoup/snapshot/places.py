@@ -8,9 +8,9 @@ and by the built-in class's own methods, since a subclass may refuse to be chang
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_not
-from types import CellType
+from types import CellType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,10 +36,14 @@ class Accessor(NamedTuple):
     """Whether it still holds what was read, as far as that is told."""
 
 
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+"""What an empty dictionary holds: most are, and a model has thousands."""
+
+
 def look(place: Any) -> Any:
     """What a place holds: of a container a copy."""
     if isinstance(place, dict):
-        return dict(_kind_of(place).items(place)) if place else {}
+        return dict(_kind_of(place).items(place)) if place else _NOTHING
     if isinstance(place, CellType):
         return content_of(place)
     if isinstance(place, GlobalName):
@@ -107,7 +111,7 @@ def _bind(place: CellType | GlobalName, wanted: Any) -> None:
         place.cell_contents = wanted
 
 
-def _put_items(place: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+def _put_items(place: dict[Any, Any], wanted: Mapping[Any, Any]) -> None:
     kind = _kind_of(place)
     if len(place) != len(wanted) or any(map(is_not, place, wanted)):
         kind.clear(place)
@@ -131,12 +135,17 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[str, Any, Any]] = []
+        # Lists, not tuples of the three: each of thousands would bring the next garbage collection nearer.
+        self._names: list[str] = []
+        self._places: list[Any] = []
+        self._then: list[Any] = []
         self._restores: list[Callable[[], None]] = []
 
     def add(self, place: Any, name: str = "") -> None:
         """Notes what a place holds."""
-        self._held.append((name, place, look(place)))
+        self._names.append(name)
+        self._places.append(place)
+        self._then.append(look(place))
 
     def add_hooks(self, tensors: Iterable[Tensor]) -> None:
         """Notes the hooks on the gradients of tensors."""
@@ -144,14 +153,13 @@ class Snapshot:
 
     def changed(self) -> list[str]:
         """The names of places that hold something else: not the same objects, nor equal numbers or texts."""
-        return [
-            name for name, place, then in self._held if not (holds(place, then) or _is_equal(place, then))
-        ]
+        held = zip(self._names, self._places, self._then, strict=True)
+        return [name for name, place, then in held if not (holds(place, then) or _is_equal(place, then))]
 
     def put_back(self) -> None:
         """Makes every place hold what it held; one that fails does not keep the others from it."""
         errors = []
-        for _, place, then in self._held:
+        for place, then in zip(self._places, self._then, strict=True):
             try:
                 put(place, then)
             except Exception as error:

@@ -32,7 +32,7 @@ class Effort:
     Attributes:
         large: behaviours (`SeenCall.behaviour`) that save enough memory to be worth several recipes.
         num_partial: number of recipes that recompute parts of a unit. Each one's bytes are measured for each kind.
-        repeats: number of timed runs of each recipe, for one call of each behaviour.
+        repeats: number of timed runs of each recipe, for one call of each large behaviour; others run once.
         warm_up: number of runs before these, beside the one that measured its bytes.
     """
 
@@ -49,6 +49,10 @@ class Effort:
         num_partial = 4 if num_kinds <= 2 else 2 if num_kinds <= 4 else 1
         repeats = 3 if len(large) <= 2 else 2 if len(large) <= 4 else 1
         return cls(large, num_partial, repeats, warm_up=int(repeats > 1))
+
+    def repeats_of(self, seen: SeenCall) -> int:
+        """How often each recipe of a call is timed."""
+        return self.repeats if seen.behaviour in self.large or not self.large else 1
 
     def recipes(
         self, seen: SeenCall, inside_s: Mapping[str, float], unsafe: Mapping[str, str]
