@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup import fitting
 from recoup.checkpointing import frame, sampling
 from recoup.devices.meter import CpuMeter, Timing
 from recoup.engines.real_steps import RealSteps
+from recoup.fitting import one_fit
 from recoup.measuring.unit import one_unit
 from recoup.model.step import TrainingStep
 from recoup.plans.by_hand import plan_by_hand, recomputing
@@ -82,7 +82,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> Counter[st
         return some, [("every unit", every)]
 
     monkeypatch.setattr(CpuMeter, "time_step", time_step)
-    monkeypatch.setattr(fitting, "plan_with_rivals", plans)
+    monkeypatch.setattr(one_fit, "plan_with_rivals", plans)
     return seen
 
 
