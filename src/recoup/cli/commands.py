@@ -39,7 +39,7 @@ def fit(options: Namespace) -> None:
         )
     _say(options, fitted)
     _write(options, options.html, fitted.to_html, "Report")
-    _write_json(options, fitted.plan.to_json(indent=1), "Plan")
+    _write_json(options, fitted.applied.to_json(indent=1), "Plan")
 
 
 def frontier(options: Namespace) -> None:

@@ -16,12 +16,13 @@ from recoup.engines.real_steps import RealSteps, Recorded
 from recoup.engines.recording import Points
 from recoup.errors import OverBudgetError, VerificationError
 from recoup.model.step import TrainingStep
+from recoup.plans.by_size.axes import Size
 from recoup.plans.model_plan import ModelPlan
 from recoup.progress import note
 from recoup.sizes import format_bytes
 from recoup.torch_private import ConvNd
 
-__all__ = ["Verification", "verify_step"]
+__all__ = ["Verification", "VerifiedSize", "verify_step"]
 
 _MOST_PLAIN_STEPS = 3
 _ROUNDING = 0.05
@@ -57,6 +58,21 @@ class Verification:
     notes: tuple[str, ...] = ()
     timeline: Points = field(default=(), repr=False)
     race: tuple[Finisher, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedSize:
+    """A real step with a batch of another size than the largest.
+
+    Attributes:
+        size: of the batch.
+        plan: that it ran under.
+        verification: what it took.
+    """
+
+    size: Size
+    plan: ModelPlan
+    verification: Verification
 
 
 def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -> Verification:

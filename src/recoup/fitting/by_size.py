@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from recoup.engines import apply
-from recoup.engines.verify import Verification, verify_step
+from recoup.engines.verify import VerifiedSize, verify_step
 from recoup.errors import OverBudgetError, SampleError
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.slices import find_module
@@ -19,24 +18,9 @@ from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.progress import note
 
-__all__ = ["VerifiedSize", "check_sizes", "fit_sizes", "measure_like"]
+__all__ = ["check_sizes", "fit_sizes", "measure_like"]
 
 _MOST_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedSize:
-    """A real step with a batch of another size than the largest.
-
-    Attributes:
-        size: of the batch.
-        plan: that it ran under.
-        verification: what it took.
-    """
-
-    size: Size
-    plan: ModelPlan
-    verification: Verification
 
 
 def check_sizes(step: TrainingStep) -> None:

@@ -9,8 +9,7 @@ from torch import nn
 
 from recoup.auditing import Audit
 from recoup.engines.tried import TriedEngine, most_gain_in_words, tried_in_words
-from recoup.engines.verify import Verification
-from recoup.fitting.by_size import VerifiedSize
+from recoup.engines.verify import Verification, VerifiedSize
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
@@ -45,6 +44,11 @@ class Fitted:
     def profile(self) -> Profile:
         """The measured step."""
         return self.plan.profile
+
+    @property
+    def applied(self) -> ModelPlan | PlansBySize:
+        """What the model runs under, as `apply` takes it: the plan or, where there are several sizes, their plans."""
+        return self.plan if self.by_size is None else self.by_size
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from recoup.engines import ModelPlan, apply, plan
 from recoup.engines.racing import Candidate, Race, race
 from recoup.engines.real_steps import RealSteps
 from recoup.engines.tried import TriedEngine
-from recoup.engines.verify import Verification, verify_step
+from recoup.engines.verify import Verification, VerifiedSize, verify_step
 from recoup.errors import (
     BudgetError,
     OverBudgetError,
@@ -25,7 +25,7 @@ from recoup.errors import (
     UnitError,
     VerificationError,
 )
-from recoup.fitting.by_size import VerifiedSize, fit_sizes, measure_like
+from recoup.fitting.by_size import fit_sizes, measure_like
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.calls import watch_calls
 from recoup.model.slices import find_module

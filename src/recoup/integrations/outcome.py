@@ -30,5 +30,5 @@ def write_outcome(fitted: Fitted, folder: str | Path) -> None:
     """Writes ``recoup_plan.json`` and ``recoup_report.html``."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recoup_plan.json").write_text(fitted.plan.to_json())
+    (folder / "recoup_plan.json").write_text(fitted.applied.to_json())
     fitted.to_html(folder / "recoup_report.html")

@@ -23,7 +23,9 @@ from recoup.planning.solvers.bounds import relaxed_bound
 __all__ = [
     "FORMAT_VERSION",
     "decode_plan",
+    "decode_schedule",
     "encode_plan",
+    "encode_schedule",
     "from_json",
     "to_json",
 ]
@@ -57,7 +59,7 @@ def from_json(text: str) -> Problem | Schedule | Plan:
     True
     """
     decoders: dict[str, Callable[[Any], Problem | Schedule | Plan]]
-    decoders = {"problem": partial(decode, Problem), "schedule": _schedule, "plan": decode_plan}
+    decoders = {"problem": partial(decode, Problem), "schedule": decode_schedule, "plan": decode_plan}
     return read_document(text, _FORMAT, FORMAT_VERSION, decoders)
 
 
@@ -69,13 +71,14 @@ def _encode(value: Problem | Schedule | Plan) -> tuple[str, object]:
         case Problem():
             return "problem", encode(value)
         case Schedule():
-            return "schedule", _encode_schedule(value)
+            return "schedule", encode_schedule(value)
         case Plan():
             return "plan", encode_plan(value)
     raise EncodingError(f"Only problems, schedules and plans become JSON; got {type(value).__name__}.")
 
 
-def _encode_schedule(schedule: Schedule) -> list[dict[str, Any]]:
+def encode_schedule(schedule: Schedule) -> list[dict[str, Any]]:
+    """A schedule as what JSON knows."""
     return [{"do": type(action).__name__.lower(), **encode(action)} for action in schedule]
 
 
@@ -84,7 +87,7 @@ def encode_plan(plan: Plan) -> dict[str, Any]:
     body = {
         "problem": encode(plan.problem),
         "budget_bytes": plan.budget_bytes,
-        "schedule": _encode_schedule(plan.schedule),
+        "schedule": encode_schedule(plan.schedule),
         "solver": plan.solver,
         "bound": encode(plan.bound),
         "predicted": {"seconds": plan.predicted.seconds, "peak_bytes": plan.predicted.peak_bytes},
@@ -101,7 +104,8 @@ def _checksum(body: Mapping[str, Any]) -> int:
 # Reading
 
 
-def _schedule(body: Any) -> Schedule:
+def decode_schedule(body: Any) -> Schedule:
+    """A schedule from what `encode_schedule` made of it."""
     return Schedule(_action(action) for action in expect_list("A schedule", body))
 
 
@@ -125,7 +129,7 @@ def decode_plan(body: Any, *, shared: tuple[Problem, Any] | None = None) -> Plan
     names |= set() if shared else {"problem"}
     expect_keys("A plan", body, {*names, "checksum"}, names)
     problem, written = shared or (decode(Problem, body["problem"]), body["problem"])
-    schedule = _schedule(body["schedule"])
+    schedule = decode_schedule(body["schedule"])
     predicted = simulate(problem, schedule)
     claimed = body["predicted"]
     expect_keys("A plan's figures", claimed, {"seconds", "peak_bytes"})

@@ -80,6 +80,16 @@ class PlansBySize:
         if len(limits) == 1:
             self._grid = [self._different(self._sizes_to_plan(*limits))]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlansBySize) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash((self.budget_bytes, self.schedules))
+
+    @property
+    def _content(self) -> tuple[object, ...]:
+        return self.profiles, self.budget_bytes, self.schedules, self.known
+
     @property
     def plan(self) -> ModelPlan:
         """For the largest measured batch."""
@@ -114,6 +124,23 @@ class PlansBySize:
         return PlansBySize(
             self.profiles.with_resident(missed_bytes), self.budget_bytes, self.schedules, self.known
         )
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Writes them, with all that was measured, as versioned JSON, from which `from_json` makes equal plans."""
+        from recoup.plans.by_size.plans_json import plans_to_json
+
+        return plans_to_json(self, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> PlansBySize:
+        """Reads what `to_json` wrote; `apply` takes it for any model of the same architecture.
+
+        Raises:
+            EncodingError: the text is not JSON, not of plans by size, of another version, incomplete or altered.
+        """
+        from recoup.plans.by_size.plans_json import plans_from_json
+
+        return plans_from_json(text)
 
     def _at(self, size: Size) -> ModelPlan:
         if size not in self._plans:

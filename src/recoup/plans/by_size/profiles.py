@@ -17,7 +17,7 @@ from recoup.plans.combined import combined
 from recoup.plans.profile import Profile
 from recoup.plans.profile_json import decode_profile
 
-__all__ = ["SizedProfiles", "sized_profiles"]
+__all__ = ["SizedProfiles", "in_order", "sized_profiles"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,15 @@ def sized_profiles(profiles: Sequence[Profile]) -> SizedProfiles:
             "The step never calls the model itself, so the size of a batch cannot be read from its arguments: let the"
             " step call the model, or fit one sample."
         )
-    axes = find_axes(shapes)
+    return in_order(find_axes(shapes), profiles)
+
+
+def in_order(axes: tuple[Axis, ...], profiles: Sequence[Profile]) -> SizedProfiles:
+    """Puts profiles that differ along some axes in order.
+
+    Raises:
+        SampleError: they are not of the same step.
+    """
     pairs = {_size(axes, profile): profile for profile in reversed(profiles)}
     ordered = sorted(pairs, key=volume)
     found = SizedProfiles(axes, tuple(ordered), tuple(pairs[size] for size in ordered))
