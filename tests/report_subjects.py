@@ -9,9 +9,10 @@ from typing import Any
 
 from recoup.auditing.findings import Audit, Kind, make_finding
 from recoup.engines.recording import thinned
-from recoup.engines.verify import Verification
+from recoup.engines.verify import Verification, VerifiedSize
 from recoup.model.recipe import KEEP, RECOMPUTE
 from recoup.planning import Option, Problem, Unit
+from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.model_plan import ModelPlan, minimum_budget, plan
 from recoup.plans.profile import Profile, ProfiledUnit, Residents
 
@@ -26,6 +27,8 @@ class Made:
     audit: Audit = field(default_factory=lambda: Audit(()))
     verification: Verification | None = None
     notes: tuple[str, ...] = ()
+    by_size: PlansBySize | None = None
+    sizes: tuple[VerifiedSize, ...] = ()
 
 
 @dataclass(frozen=True)

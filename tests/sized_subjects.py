@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from report_subjects import Made, make_profile
@@ -17,14 +17,6 @@ from recoup.plans.model_plan import minimum_budget, plan
 from recoup.plans.profile import Profile
 
 LONGEST = 1000
-
-
-@dataclass(frozen=True)
-class MadeBySize(Made):
-    """As much of a model that was fitted to several sizes as a report reads."""
-
-    by_size: PlansBySize | None = None
-    sizes: tuple[VerifiedSize, ...] = ()
 
 
 def sized_profile(length: int, *, rows: int = 2, num_blocks: int = 8) -> Profile:
@@ -68,18 +60,18 @@ def make_plans(
     return plans_by_size(sized_profiles(profiles), plan(profiles[-1], budget_bytes))
 
 
-def make_sized_subject(*sizes: tuple[int, int], is_verified: bool = True, **settings: Any) -> MadeBySize:
+def make_sized_subject(*sizes: tuple[int, int], is_verified: bool = True, **settings: Any) -> Made:
     """A hand-made model, fitted to several sizes."""
     plans = make_plans(*sizes, **settings)
     chosen, measured = plans.plan, plans.profiles
     if not is_verified:
-        return MadeBySize(chosen, by_size=plans)
+        return Made(chosen, by_size=plans)
     seen = []
     for size, profile in zip(measured.sizes[:-1], measured.profiles[:-1], strict=True):
         own = plan_by_hand(profile, plans.plan_for(size).schedule.schedule, plans.budget_bytes)
         seen.append(VerifiedSize(size, own, verification_of(own.predicted_bytes, own.predicted_s)))
     verified = verification_of(chosen.predicted_bytes, chosen.predicted_s)
-    return MadeBySize(chosen, verification=verified, by_size=plans, sizes=tuple(reversed(seen)))
+    return Made(chosen, verification=verified, by_size=plans, sizes=tuple(reversed(seen)))
 
 
 def verification_of(peak_bytes: int, seconds: float) -> Verification:

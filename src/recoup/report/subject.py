@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from recoup.auditing.findings import Audit
-from recoup.engines.verify import Verification
+from recoup.engines.verify import Verification, VerifiedSize
+from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.model_plan import ModelPlan
 
 __all__ = ["Subject"]
@@ -30,3 +31,11 @@ class Subject(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """What else is to be said, in sentences."""
+
+    @property
+    def by_size(self) -> PlansBySize | None:
+        """The plans for batches of several sizes, of which ``plan`` is the largest one's."""
+
+    @property
+    def sizes(self) -> Sequence[VerifiedSize]:
+        """Real steps of other sizes than the largest."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from recoup.engines.racing import Finisher
 from recoup.engines.verify import Verification
 from recoup.plans.model_plan import ModelPlan
+from recoup.report.by_size import notes_on_sizes
 from recoup.report.numbers import format_seconds, format_share
 from recoup.report.subject import Subject
 from recoup.sizes import format_bytes
@@ -89,4 +90,5 @@ def _raced(race: Sequence[Finisher]) -> list[str]:
 
 def summarize(subject: Subject) -> Summary:
     """What there is to say about a fitted model."""
-    return Summary(subject.plan, subject.verification, subject.notes)
+    further = (*notes_on_sizes(subject), *subject.notes)
+    return Summary(subject.plan, subject.verification, further)

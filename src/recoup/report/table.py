@@ -7,6 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from recoup.auditing.findings import some_of
+from recoup.report.by_size import real_steps, rows_by_size, title_of
 from recoup.report.numbers import format_seconds, format_share
 from recoup.report.subject import Subject
 from recoup.report.summary import Summary, summarize
@@ -25,6 +26,7 @@ def to_text(subject: Subject) -> str:
     if summary.notes:
         lines += ["", *(line for note in summary.notes for line in _wrapped(note))]
     lines += ["", *_groups(subject.plan.describe_units())]
+    lines += _sizes(subject)
     lines += _notes(subject, summary)
     return "\n".join(lines)
 
@@ -56,6 +58,26 @@ def _groups(groups: list[tuple[str, str]]) -> Iterator[str]:
         yield f"  {names}: {what}"
     if len(groups) > len(shown):
         yield f"  and {len(groups) - len(shown)} more groups of units; the HTML report shows all"
+
+
+def _sizes(subject: Subject) -> Iterator[str]:
+    """Ranges of sizes with their plans, and the real steps."""
+    plans = subject.by_size
+    if plans is None:
+        return
+    yield ""
+    yield f"  {title_of(plans)}; predicted peak, and seconds of a step per 1,000 of it:"
+    yield f"  {'up to':>12}{'peak':>12}{'per 1,000':>12}  plan"
+    for row in rows_by_size(plans):
+        figures = f"{format_bytes(row.peak_bytes):>12}{format_seconds(row.per_thousand_s):>12}"
+        yield f"  {row.up_to:>12}{figures}  {row.what}{'' if row.fits else ', over the budget'}"
+    steps = real_steps(subject)
+    if steps:
+        yield "  Real steps:"
+        yield f"  {'size':>12}{'peak':>12}{'predicted':>12}  gradients"
+    for step in steps:
+        peaks = f"{format_bytes(step.seen.peak_bytes):>12}{format_bytes(step.plan.predicted_bytes):>12}"
+        yield f"  {step.at:>12}{peaks}  {step.seen.gradients}"
 
 
 def _notes(subject: Subject, summary: Summary) -> Iterator[str]:

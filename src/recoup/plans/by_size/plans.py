@@ -86,6 +86,9 @@ class PlansBySize:
     def __hash__(self) -> int:
         return hash((self.budget_bytes, self.schedules))
 
+    def __repr__(self) -> str:
+        return f"PlansBySize(sizes={self.profiles.sizes}, budget_bytes={self.budget_bytes}, {len(self.ranges)} ranges)"
+
     @property
     def _content(self) -> tuple[object, ...]:
         return self.profiles, self.budget_bytes, self.schedules, self.known
