@@ -114,17 +114,17 @@ class RealSteps:
         residents = self.profile.residents
         # Once is enough, whatever the plan: it does not change what a step writes to.
         finding = nullcontext() if self._knows_writes else self.step.finding_writes()
-        with self.step.preserved():
-            with finding:
-                self._settle()
-                torch.clear_autocast_cache()
-                with self.meter.watching():
-                    self.meter.follow(self.step.shards.storages())
-                    live_bytes = self.meter.begin()
-                    # Tracked, since a step of the user's may free these gradients and make others.
-                    self._prepare()
-                    lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
-                    recorded = self._run_recorded()
+        with self.step.preserved(), finding:
+            self._settle()
+            torch.clear_autocast_cache()
+            with self.meter.watching():
+                self.meter.follow(self.step.shards.storages())
+                live_bytes = self.meter.begin()
+                # Tracked, since a step of the user's may free these gradients and make others.
+                self._prepare()
+                lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
+                recorded = self._run_recorded()
+            # Before what was written to is put back, gradients among it.
             prints = self._see(fingerprint)
         self._knows_writes = True
         peak_bytes = max(recorded.peak_bytes + lived_bytes, residents.optimizer_peak_bytes)
