@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from report_subjects import large_subject, make_subject, with_notes
+from sized_subjects import make_sized_subject
 
 from recoup.report import to_notebook, write_html
 
@@ -299,4 +300,33 @@ def test_a_thousand_units_open(browser: Any, tmp_path: Path, monkeypatch: pytest
     assert 20 <= rows <= 100
     wide, inner = browser.execute_script("return [document.scrollingElement.scrollWidth, innerWidth]")
     assert wide <= inner
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_plans_by_size(browser: Any, tmp_path: Path, width: int) -> None:
+    set_width(browser, width)
+    browser.get(write_html(make_sized_subject(), tmp_path / "report.html").as_uri())
+    for theme in ("light", "dark"):
+        browser.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
+        wide, inner = browser.execute_script("return [document.scrollingElement.scrollWidth, innerWidth]")
+        assert wide <= inner
+        # Plots and strips share their left and right edges, names begin in the card, and treatments differ in colour.
+        edges, names, colours = browser.execute_script("""
+          const boxes = (name) => [...document.querySelectorAll(name)].map(e => e.getBoundingClientRect());
+          const fills = ['keep', 'part', 'recompute', 'segment'].map(kind =>
+            getComputedStyle(document.querySelector(`#sizes .key.${kind}`)).backgroundColor);
+          return [
+            boxes('.by-size .plot, .by-size .units svg').map(box => [box.left, box.right].map(Math.round).join()),
+            boxes('.by-size .units span').map(box => box.left), fills,
+          ];
+        """)
+        assert len(set(edges)) == 1
+        assert len(edges) > 5
+        assert min(names) >= 0
+        assert len(set(colours)) == 4
+    tip = browser.find_element("id", "tip")
+    browser.execute_script("document.querySelector('#sizes .mark.seen').focus()")
+    assert tip.text.splitlines()[0] == "real step at 100"
+    assert "31.7 MiB" in tip.text
     assert browser.get_log("browser") == []

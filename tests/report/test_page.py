@@ -13,7 +13,7 @@ import recoup
 from recoup.report import to_html, to_notebook, write_html
 from recoup.report.tradeoff import make_tradeoff
 
-VOID = {"meta", "link", "input", "line", "path", "rect", "br"}
+VOID = {"meta", "link", "input", "line", "path", "br"}
 
 
 class Page(HTMLParser):

@@ -14,6 +14,7 @@ from recoup.plans.tree import Leaf, leaves_of
 from recoup.report.subject import Subject
 
 __all__ = [
+    "PER",
     "RealStep",
     "SizeRow",
     "axes_in_words",
@@ -26,7 +27,7 @@ __all__ = [
     "treatments",
 ]
 
-_PER = 1000
+PER = 1000
 _WORDS = {"recompute": "", "part": "in part", "segment": "in segments"}
 
 
@@ -73,7 +74,7 @@ def rows_by_size(plans: PlansBySize) -> list[SizeRow]:
             size_in_words(one.up_to),
             in_short(one.plan),
             one.plan.predicted_bytes,
-            _PER * one.seconds_per_element,
+            PER * one.seconds_per_element,
             one.plan.predicted_bytes <= one.plan.budget_bytes,
         )
         for one in plans.ranges

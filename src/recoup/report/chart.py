@@ -1,4 +1,4 @@
-"""What every drawing consists of: axes, round values beside them, and curves of steps.
+"""What every drawing consists of: axes, round values beside them, lines, and curves of steps.
 
 The HTML report, the matplotlib plots and the pictures of the documentation draw the same values.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-__all__ = ["BOX", "Axis", "Curve", "round_values"]
+__all__ = ["BOX", "Axis", "Curve", "Line", "padded", "round_values"]
 
 BOX = 1000.0
 """The sides of a drawing that a page stretches to any size."""
@@ -48,6 +48,31 @@ class Axis(NamedTuple):
     def percent(self, value: float) -> float:
         """How far along the axis a value is, in per cent."""
         return round((value - self.low) / (self.high - self.low) * 100, 2)
+
+
+def padded(values: Sequence[float]) -> tuple[float, float]:
+    """The least and the most of some values, with a margin around them; never below 0."""
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.07 or abs(high) * 0.07 or 1.0
+    return max(low - margin, 0.0), high + margin
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points that straight lines join.
+
+    Attributes:
+        points: places and levels.
+
+    >>> Line([(0, 1), (2, 4)]).path(Axis(0, 10, 0, 2), Axis(10, 0, 0, 4))
+    'M0.0 7.5L10.0 0.0'
+    """
+
+    points: Sequence[tuple[float, float]]
+
+    def path(self, x: Axis, y: Axis) -> str:
+        """The line as an SVG path."""
+        return "M" + "L".join(f"{x.at(place):.1f} {y.at(level):.1f}" for place, level in self.points)
 
 
 @dataclass(frozen=True)

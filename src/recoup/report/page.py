@@ -7,10 +7,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recoup.report.by_size import real_steps, rows_by_size, title_of
 from recoup.report.memory_picture import MemoryPicture, colours_of
 from recoup.report.numbers import format_seconds, format_share
 from recoup.report.operations import explanations
 from recoup.report.rows import rows_of
+from recoup.report.size_picture import make_size_picture
 from recoup.report.subject import Subject
 from recoup.report.summary import summarize
 from recoup.report.tradeoff import make_tradeoff
@@ -43,6 +45,10 @@ def to_html(subject: Subject) -> str:
         subject,
         memory=memory,
         tradeoff=make_tradeoff(plan),
+        sizes=make_size_picture(subject),
+        size_title="" if subject.by_size is None else title_of(subject.by_size),
+        size_rows=[] if subject.by_size is None else rows_by_size(subject.by_size),
+        size_steps=real_steps(subject),
         rows=[(row, colours[row.decision.unit].partition(" ")[0]) for row in rows_of(plan)],
         explanations=explanations(plan),
         findings=sorted(subject.audit.findings, key=lambda finding: not finding.is_unsafe),

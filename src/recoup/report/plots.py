@@ -1,4 +1,4 @@
-"""Plain matplotlib figures for papers: the frontier, and memory over a step. They need the extra ``plots``."""
+"""Plain matplotlib figures for papers: frontiers, memory over a step, plans by size. They need the extra ``plots``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from recoup.plans.profile import Profile
 from recoup.report.by_hand import recipes_by_hand
 from recoup.report.memory_picture import MemoryPicture
 from recoup.report.numbers import byte_ticks
+from recoup.report.size_picture import make_size_picture
 from recoup.report.subject import Subject
 from recoup.report.tradeoff import plans_beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_frontier", "plot_memory"]
+__all__ = ["plot_frontier", "plot_memory", "plot_sizes"]
 
 _MARKERS = "sDov^<>Pp*"
 
@@ -80,6 +81,41 @@ def plot_memory(fitted: Subject, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="time (ms)", ylabel="memory", xlim=(0, picture.axes[0].high * 1e3), ylim=(0, None))
     _byte_axis(ax.yaxis, 0, ax.get_ylim()[1])
     ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
+def plot_sizes(fitted: Subject, ax: Axes | None = None) -> Axes:
+    """Draws predicted peaks by the size of the batch: under the plan for each, plain, and the budget; real steps, too.
+
+    Seconds per 1,000 elements are on the right-hand axis.
+
+    Args:
+        fitted: what `fit` returned for batches of several sizes that vary in one way.
+        ax: where to draw; a new figure unless given.
+
+    Raises:
+        ImportError: matplotlib is not there.
+        ValueError: it was fitted to one size, or to sizes that vary in two ways.
+    """
+    picture = make_size_picture(fitted)
+    if picture is None:
+        raise ValueError("Plans by size are drawn along one axis: fit with samples= that differ in one way.")
+    ax = _axes(ax)
+    sizes = [place.size for place in picture.places]
+    ax.plot(sizes, [place.plain_bytes for place in picture.places], color="0.6", lw=1, label="peak, plain")
+    ax.plot(sizes, [place.peak_bytes for place in picture.places], color="C0", lw=1, label="peak, fitted")
+    if picture.steps:
+        seen = [(step.size[0], step.seen.peak_bytes) for step in picture.steps]
+        ax.plot(*zip(*seen, strict=True), "o", color="C1", ms=4, label="peak, measured")
+    ax.axhline(picture.plans.budget_bytes, color="C3", linestyle="--", linewidth=1, label="budget")
+    ax.set(xlabel=picture.axis_name, ylabel="memory", ylim=(0, picture.bytes_axis.high))
+    _byte_axis(ax.yaxis, 0, picture.bytes_axis.high)
+    right = ax.twinx()
+    times_ms = [place.per_thousand_s * 1e3 for place in picture.places]
+    right.plot(sizes, times_ms, color="C2", lw=1, linestyle=":", label="step per 1,000")
+    right.set(ylabel="step per 1,000 (ms)", ylim=(0, None))
+    lines = [*ax.get_lines(), *right.get_lines()]
+    ax.legend(handles=lines, frameon=False, fontsize="small")
     return ax
 
 

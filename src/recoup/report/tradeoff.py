@@ -10,7 +10,7 @@ from functools import cached_property
 from recoup.plans.model_plan import ModelPlan, frontier
 from recoup.plans.profile import Profile
 from recoup.report.by_hand import ByHand, recipes_by_hand
-from recoup.report.chart import BOX, Axis, Curve
+from recoup.report.chart import BOX, Axis, Curve, padded
 from recoup.report.numbers import byte_ticks, format_seconds, format_share, share_ticks
 from recoup.sizes import format_bytes
 
@@ -72,7 +72,7 @@ class TradeoffPicture:
         times = [plan.predicted_s for plan in ours] + [recipe.seconds for recipe in self.by_hand]
         if self.plan.budget_bytes < 1.3 * max(sizes):
             sizes.append(self.plan.budget_bytes)
-        (least, most), (fastest_s, slowest_s) = _padded(sizes), _padded(times)
+        (least, most), (fastest_s, slowest_s) = padded(sizes), padded(times)
         shares = share_ticks(fastest_s / self.plain_s - 1, slowest_s / self.plain_s - 1)
         return (
             Axis(0.0, BOX, least, most, byte_ticks(least, most, most=6)),
@@ -149,12 +149,6 @@ class TradeoffPicture:
             f" {format_seconds(lightest.predicted_s)} to {format_bytes(fastest.predicted_bytes)} at"
             f" {format_seconds(fastest.predicted_s)}. {self.chosen.tip}."
         )
-
-
-def _padded(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    margin = (high - low) * 0.07 or abs(high) * 0.07 or 1.0
-    return max(low - margin, 0.0), high + margin
 
 
 def make_tradeoff(plan: ModelPlan) -> TradeoffPicture:
