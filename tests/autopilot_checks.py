@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -138,6 +139,49 @@ def accumulated_without_reductions(rank: int) -> None:
         loss_of(plain(batch)).backward()
     loss_of(plain(batch.flip(0))).backward()
     assert_same(found, gradients(plain))
+
+
+def sizes_differ(rank: int) -> None:
+    """Each rank has batches of its own sizes: one budget for both, whichever fails, and gradients of a plain run."""
+    sizes = [(128, 40, 96), (24, 112, 64)][rank]
+
+    def train(model: nn.Module, run: Callable[[Callable[[], Any]], Any]) -> dict[str, Tensor]:
+        for size in sizes:
+            run(lambda size=size: loss_of(model(batch_of(rank, size))).backward())
+        return gradients(model)
+
+    expected = train(DistributedDataParallel(make_model()), lambda step: step())
+    wrapped = DistributedDataParallel(make_model())
+    samples = [batch_of(0, size) for size in (24, 64, 128)]
+    profile = recoup.measure(wrapped, samples[-1], loss=loss_of, accumulates=True)
+    budget = find_ranks().largest(between(profile, 0.7))
+    fitted = recoup.fit(wrapped, samples=samples, budget=budget, loss=loss_of, accumulates=True)
+    assert fitted.by_size is not None
+    least = [fitted.by_size.within(0).plan_for((size,)).predicted_bytes for size in sizes]
+    residents = fitted.profile.residents
+    # Gradients of earlier batches are part of the smallest peak, and not there yet in the first step.
+    limit_bytes = find_ranks().largest(max(least)) - residents.total_bytes + residents.gradient_bytes + 4096
+    for number, failing in ((0, 0), (1, 1), (2, 0), (2, 1)):
+        wrapped = recoup.apply(DistributedDataParallel(make_model()), fitted.by_size)
+        room = MemoryTracker(limit_bytes=limit_bytes)
+        pilot = recoup.autopilot(replace(fitted, model=wrapped), tracker=room)
+        modes = [FailAt(60 if (number, failing) == (index, rank) else -1) for index in range(len(sizes))]
+
+        def run(step: Callable[[], Any], pilot: Autopilot = pilot, modes: list[FailAt] = modes) -> None:
+            def attempt() -> None:
+                with modes[pilot.num_steps]:
+                    step()
+
+            pilot.step(attempt)
+
+        assert_same(train(wrapped, run), expected)
+        [event] = pilot.events
+        assert event.reason == ("injected" if rank == failing else "on another rank")
+        assert (event.step, event.batch) == (number + 1, f"x.shape[0] = {sizes[number]}")
+        budgets: list[Any] = [None, None]
+        assert pilot.by_size is not None
+        dist.all_gather_object(budgets, pilot.by_size.budget_bytes)
+        assert budgets[0] == budgets[1]
 
 
 def other_errors(rank: int) -> None:

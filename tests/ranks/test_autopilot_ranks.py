@@ -9,6 +9,7 @@ from autopilot_checks import (
     one_rank_fails,
     other_errors,
     sharded,
+    sizes_differ,
     the_least_room_decides,
 )
 from on_ranks import on_ranks
@@ -22,3 +23,7 @@ def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
 
 def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, sharded)
+
+
+def test_two_ranks_with_batches_of_their_own_sizes(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, sizes_differ)

@@ -15,7 +15,7 @@ from recoup.plans.tree import Item, tree_of
 from recoup.sizes import format_bytes
 from recoup.tensors import positional_names
 
-__all__ = ["Picker"]
+__all__ = ["Picker", "size_in_words"]
 
 
 class Picker:
@@ -23,10 +23,14 @@ class Picker:
 
     Args:
         plans: to pick from.
+
+    Attributes:
+        size: of the last call's batch; that of the largest measured one if it could not be told, ``None`` before.
     """
 
     def __init__(self, plans: PlansBySize) -> None:
         self.plans = plans
+        self.size: Size | None = None
         self._names: tuple[str, ...] | None = None
         self._warned: set[str] = set()
         self._seen: dict[Size, tuple[Item, ...]] = {}
@@ -47,8 +51,10 @@ class Picker:
             self._names = positional_names(forward)
         size = self.plans.size_of(dict(input_shapes(self._names, args, kwargs)))
         if size is None:
+            self.size = self.plans.profiles.sizes[-1]
             self._warn("unknown", _unknown(self.plans))
             return self.plans.plan.items
+        self.size = size
         found = self._seen.get(size)
         if found is None:
             plan = self.plans.plan_for(size)
@@ -68,14 +74,15 @@ class Picker:
             warnings.warn(message, RecoupWarning, stacklevel=2)
 
 
-def _described(plans: PlansBySize, size: Size) -> str:
+def size_in_words(plans: PlansBySize, size: Size) -> str:
+    """The size of a batch, for people."""
     return ", ".join(f"{axis.name} = {value}" for axis, value in zip(plans.profiles.axes, size, strict=True))
 
 
 def _beyond(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
-    largest = _described(plans, plans.profiles.sizes[-1])
+    largest = size_in_words(plans, plans.profiles.sizes[-1])
     return (
-        f"A batch is larger ({_described(plans, size)}) than all that were measured (up to {largest}): its bytes are"
+        f"A batch is larger ({size_in_words(plans, size)}) than all that were measured (up to {largest}): its bytes are"
         f" extrapolated, and its plan is predicted to peak at {format_bytes(plan.predicted_bytes)} of"
         f" {format_bytes(plan.budget_bytes)}. Fit with a sample as large as any in training."
     )
@@ -83,7 +90,7 @@ def _beyond(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
 
 def _over(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
     return (
-        f"No plan is predicted to fit a batch of this size ({_described(plans, size)}): the smallest peak is"
+        f"No plan is predicted to fit a batch of this size ({size_in_words(plans, size)}): the smallest peak is"
         f" {format_bytes(plan.predicted_bytes)}, and the budget {format_bytes(plan.budget_bytes)}. Its step runs under"
         " that plan. Shorten the batch, or raise the budget."
     )

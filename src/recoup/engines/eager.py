@@ -28,13 +28,23 @@ from recoup.model.uncompile import inner_model, is_uncompiled, recompile, uncomp
 from recoup.model.units import Units
 from recoup.model.wrappers import unwrapped_model
 from recoup.planning import Backward
+from recoup.plans.by_size.axes import Size
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.plans.tree import Item, Leaf, Segment, leaves_of
 from recoup.policies import Policy
 
-__all__ = ["Earlier", "apply", "is_applied", "kept", "planned_model", "remove", "units_by_module"]
+__all__ = [
+    "Earlier",
+    "apply",
+    "is_applied",
+    "kept",
+    "picked_size",
+    "planned_model",
+    "remove",
+    "units_by_module",
+]
 
 
 class _Engine(Nesting):
@@ -380,3 +390,9 @@ class Earlier:
 def is_applied(model: nn.Module) -> bool:
     """Whether a plan is on the model."""
     return bool(installed(model))
+
+
+def picked_size(model: nn.Module) -> Size | None:
+    """The size of the batch that a model under plans by size was last called with; ``None`` before the first."""
+    pickers = [one.engine.picker for one in installed(model) if isinstance(one, _Root)]
+    return next((picker.size for picker in pickers if picker is not None), None)

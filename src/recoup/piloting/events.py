@@ -28,6 +28,7 @@ class Event:
         after: the plan from then on; the same where it is tried once more.
         lost_s: seconds of the failed attempt, and of putting everything back.
         plan_s: seconds that planning took, and applying the plan.
+        batch: the size of the batch, where plans differ by it: ``before`` and ``after`` are the plans for this size.
     """
 
     step: int
@@ -38,18 +39,21 @@ class Event:
     after: ModelPlan
     lost_s: float
     plan_s: float
+    batch: str = ""
 
     def __str__(self) -> str:
         if self.after is self.before:
             done = "repeated with empty caches under the same plan"
         else:
             slower = self.after.predicted_s / self.before.predicted_s - 1
+            made = "new plans" if self.batch else "new plan"
             done = (
-                f"new plan for {format_bytes(self.after.budget_bytes)} ({100 * slower:+.1f} % predicted seconds, made"
+                f"{made} for {format_bytes(self.after.budget_bytes)} ({100 * slower:+.1f} % predicted seconds, made"
                 f" in {1000 * self.plan_s:.0f} ms)"
             )
         lost = f"; {self.lost_s:.3g} s lost" if self.lost_s else ""
         reason = f" ({self.reason})" if self.reason else ""
+        reason += f" at {self.batch}" if self.batch else ""
         usable = f"{format_bytes(self.usable_bytes)} usable"
         return f"step {self.step}: {self.kind}{reason}; {usable}: {done}{lost}"
 

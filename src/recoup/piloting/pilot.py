@@ -22,17 +22,18 @@ from torch import nn
 
 from recoup.devices.meter import device_of, gc_disabled
 from recoup.devices.tracker import MemoryTracker
-from recoup.engines import apply
 from recoup.errors import BudgetError, FitError
 from recoup.fitting import Fitted
 from recoup.model.optimizers import Optimizers, read_optimizers
-from recoup.piloting.choose import faster_plan, smaller_plan
+from recoup.piloting.by_size import several_plans
 from recoup.piloting.events import LOGGER, Event, summarize
 from recoup.piloting.failure import free_frames, is_out_of_memory
+from recoup.piloting.in_force import one_plan
 from recoup.piloting.reducing import Reducing, reduce_gradients
 from recoup.piloting.room import find_room
 from recoup.piloting.state import StepState
-from recoup.plans.model_plan import Replanner
+from recoup.plans.by_size.plans import PlansBySize
+from recoup.plans.model_plan import ModelPlan
 from recoup.ranks import find_ranks
 from recoup.tensors import storages_of
 
@@ -92,7 +93,6 @@ class Autopilot:
     """Runs steps by NOTE [ A step under the autopilot ]; made by `autopilot`.
 
     Attributes:
-        plan: that is applied now.
         events: what happened, in order.
         num_steps: that ended.
     """
@@ -107,25 +107,33 @@ class Autopilot:
         tracker: MemoryTracker | None,
         together: Any,
     ) -> None:
-        self.plan = self._first = fitted.plan
         self.events: list[Event] = []
         self.num_steps = 0
-        self._fitted, self._optimizers = fitted.model, read_optimizers(optimizer)
+        self._optimizers = read_optimizers(optimizer)
         self._model = fitted.model if model is None else model
         self._ranks = find_ranks(together).over_host()
         self._reducing = Reducing(self._model)
-        self._planner = Replanner(fitted.profile)
+        by_size = fitted.by_size
+        self._in_force = one_plan(fitted) if by_size is None else several_plans(fitted, by_size, self._ranks)
         groups = [group for one in self._optimizers for group in one.param_groups]
         self._state = StepState(self._model, [p for group in groups for p in group["params"]])
         self._room = find_room(device_of(fitted.model), tracker)
-        verified = fitted.verification
-        peak_bytes = 0 if verified is None else verified.peak_bytes
-        self._missed_bytes = max(0, peak_bytes - fitted.plan.predicted_bytes)
+        self._missed_bytes = _missed_bytes(fitted)
         self._patience, self._num_calm, self._least_usable_bytes = patience, 0, 0
         self._num_under_pressure = 0
         self._slower_steps, self._slower_s = 0, 0.0
         self._returned_at: int | None = None
         self._is_closed = False
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The plan that is applied now; of plans by size, the one for the last batch."""
+        return self._in_force.plan
+
+    @property
+    def by_size(self) -> PlansBySize | None:
+        """The plans by size that are applied now, if there are several."""
+        return self._in_force.by_size
 
     def step(self, run: Callable[[], T]) -> T:
         """Runs a forward and backward, and runs it again under a smaller plan if it ran out of memory.
@@ -159,7 +167,7 @@ class Autopilot:
                 raise FitError("Another rank raised an error in this step: see its output.")
             num_failures += 1
             found.clear()
-            self._recover(failure or "on another rank", num_failures, start_s)
+            self._recover(failure, num_failures, start_s)
         reduce_gradients(reduced)
         self._settle(worst)
         return found[0]
@@ -177,8 +185,9 @@ class Autopilot:
             free_frames(error)
         return [], failure
 
-    def _recover(self, reason: str, num_failures: int, start_s: float) -> None:
+    def _recover(self, failure: str | None, num_failures: int, start_s: float) -> None:
         """Frees and puts back everything, and applies the next plan."""
+        reason = failure or "on another rank"
         with self._ranks.together():
             self._state.free()
             self._room.make_room()
@@ -187,7 +196,7 @@ class Autopilot:
         lost_s = time.perf_counter() - start_s
         try:
             with self._planning("out of memory", reason, usable_bytes, lost_s):
-                self.plan = smaller_plan(self._planner, self.plan, usable_bytes, num_failures)
+                self._in_force.shrink(usable_bytes, num_failures, has_failed=failure is not None)
         except BudgetError as error:
             raise BudgetError(
                 f"The step ran out of memory ({reason}), and no plan fits what was really free. {error}",
@@ -208,30 +217,41 @@ class Autopilot:
             yield
         if self.plan is before and kind != "out of memory":
             return
-        apply(self._fitted, self.plan)  # also the same one: a step that failed left its place in it
+        self._in_force.apply()  # also the same one: a step that failed left its place in it
         plan_s = time.perf_counter() - start_s
-        event = Event(self.num_steps + 1, kind, reason, usable_bytes, before, self.plan, lost_s, plan_s)
+        event = Event(
+            step=self.num_steps + 1,
+            kind=kind,
+            reason=reason,
+            usable_bytes=usable_bytes,
+            before=before,
+            after=self.plan,
+            lost_s=lost_s,
+            plan_s=plan_s,
+            batch=self._in_force.batch,
+        )
         self.events.append(event)
         LOGGER.log(30 if kind == "out of memory" else 20, "%s", event)
 
     def _usable_bytes(self) -> int:
         """What a whole step could peak at now: its own bytes that live already, and what is free."""
-        residents = self._first.profile.residents
+        profile = self._in_force.profile
+        residents = profile.residents
         lives_bytes = residents.total_bytes
         if self._optimizers:
             state_bytes = sum(storages_of([list(one.state.values()) for one in self._optimizers]).values())
             lives_bytes -= max(0, residents.optimizer_bytes - state_bytes)
-        if self._first.profile.accumulates:
+        if profile.accumulates:
             gradients = [parameter.grad for parameter in self._model.parameters()]
             lives_bytes += min(residents.gradient_bytes, sum(storages_of(gradients).values()))
         return lives_bytes + self._room.free_bytes() - self._missed_bytes
 
     def _return_to_faster(self) -> None:
         """Tries a faster plan, when there was room for it in several steps in a row."""
-        if self.plan is self._first:
+        if self._in_force.is_first:
             return
         usable_bytes = self._ranks.smallest(self._usable_bytes())
-        if usable_bytes <= self.plan.budget_bytes:
+        if usable_bytes <= self._in_force.budget_bytes:
             self._num_calm = 0
             return
         least_bytes = min(self._least_usable_bytes, usable_bytes) if self._num_calm else usable_bytes
@@ -242,7 +262,7 @@ class Autopilot:
         self._num_calm = 0
         with self._planning("room", f"in each of {self._patience} steps", least_bytes):
             before = self.plan
-            self.plan = faster_plan(self._planner, before, self._first, least_bytes)
+            self._in_force.grow(least_bytes)
             if self.plan is not before:
                 self._returned_at = self.num_steps
 
@@ -251,9 +271,9 @@ class Autopilot:
         self.num_steps += 1
         if self.num_steps == 1:
             self._state.look_again()
-        if self.plan is not self._first:
+        if not self._in_force.is_first:
             self._slower_steps += 1
-            self._slower_s += max(0.0, self.plan.predicted_s - self._first.predicted_s)
+            self._slower_s += max(0.0, self._in_force.slower_s)
         self._num_under_pressure = (self._num_under_pressure + 1) if worst == _ENDED_UNDER_PRESSURE else 0
         if self._num_under_pressure >= _MOST_PRESSURE:
             self._num_under_pressure = 0
@@ -265,7 +285,7 @@ class Autopilot:
         usable_bytes = self._ranks.smallest(self._usable_bytes())
         try:
             with self._planning("pressure", reason, usable_bytes):
-                self.plan = smaller_plan(self._planner, self.plan, usable_bytes, 2)
+                self._in_force.shrink(usable_bytes, 2)
         except BudgetError:
             return  # it still runs
         self._num_calm = 0
@@ -287,6 +307,12 @@ class Autopilot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _missed_bytes(fitted: Fitted) -> int:
+    """By how much real steps passed their prediction at most."""
+    seen = [(fitted.plan, fitted.verification), *((one.plan, one.verification) for one in fitted.sizes)]
+    return max([0, *(found.peak_bytes - plan.predicted_bytes for plan, found in seen if found is not None)])
 
 
 def _first_sentence(error: BaseException) -> str:

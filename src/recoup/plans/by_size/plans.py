@@ -6,9 +6,11 @@ NOTE [ One plan for each range of sizes ]
     2. For a size, the fastest schedule of the ladder is taken that fits there: simulating takes about a millisecond,
        and planning up to a second.
     3. Sizes are rounded up to a grid. Along one axis it begins where keeping everything no longer fits, and all of its
-       plans are made at once. With two axes, a plan is made when its part of the grid is first used.
+       plans are made at once. With two axes, and for another budget than the first, a plan is made when its part of the
+       grid is first used.
     4. Beyond what was measured the grid goes on, and numbers are extrapolated.
-    5. Where nothing fits, the schedule with the smallest peak is taken: who calls the model is told.
+    5. Where nothing fits the end of a range, the size itself is looked at.
+    6. Where nothing fits that, the schedule with the smallest peak is taken: who calls the model is told.
 """
 
 from __future__ import annotations
@@ -18,15 +20,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from recoup.planning import Schedule, simulate
-from recoup.plans.by_hand import plan_by_hand
+from recoup.planning import Schedule
 from recoup.plans.by_size.axes import Shapes, Size, size_of, volume
+from recoup.plans.by_size.ladder import Ladder
 from recoup.plans.by_size.profiles import SizedProfiles
 from recoup.plans.model_plan import ModelPlan, frontier, tightest
-from recoup.plans.profile import Profile
 from recoup.plans.usable_bytes import usable_bytes
 
-__all__ = ["PlansBySize", "SizeRange", "best_of", "plans_by_size"]
+__all__ = ["PlansBySize", "SizeRange", "plans_by_size"]
 
 _NUM_RANGES = 12
 """Sizes along one axis that plans are made for, between where everything is kept and the largest."""
@@ -63,6 +64,7 @@ class PlansBySize:
         budget_bytes: of every plan.
         schedules: the ladder.
         known: plans that were chosen already, by size.
+        of: the same plans for another budget, whose grid and simulations are used again.
     """
 
     def __init__(
@@ -71,14 +73,15 @@ class PlansBySize:
         budget_bytes: int,
         schedules: Iterable[Schedule],
         known: Mapping[Size, ModelPlan],
+        *,
+        of: PlansBySize | None = None,
     ) -> None:
         self.profiles, self.budget_bytes = profiles, budget_bytes
         self.schedules, self.known = tuple(schedules), dict(known)
         self._plans = dict(known)
-        limits = profiles.limits
-        self._grid = [_evenly(0, limit, _NUM_CELLS) for limit in limits]
-        if len(limits) == 1:
-            self._grid = [self._different(self._sizes_to_plan(*limits))]
+        self._exact: dict[Size, ModelPlan] = {}
+        self._ladder: Ladder = Ladder(profiles, self.schedules) if of is None else of._ladder
+        self._grid = self._make_grid() if of is None else of._grid_for_all_budgets()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlansBySize) and self._content == other._content
@@ -102,7 +105,9 @@ class PlansBySize:
     def ranges(self) -> tuple[SizeRange, ...]:
         """Measured sizes with their plans, in order. With two axes, those that were used so far."""
         grid = self._grid
-        sizes = [(value,) for value in grid[0]] if len(grid) == 1 else sorted(self._plans, key=volume)
+        sizes: list[Size] = sorted(self._plans, key=volume)
+        if len(grid) == 1:
+            sizes = [(value,) for value in self._different(grid[0])]
         return tuple(SizeRange(size, self._plans[size]) for size in sizes if self.profiles.is_measured(size))
 
     def size_of(self, shapes: Shapes) -> Size | None:
@@ -114,13 +119,26 @@ class PlansBySize:
         found = self._plans.get(size)
         if found is not None:
             return found
-        return self._at(
-            tuple(_rounded_up(value, known) for value, known in zip(size, self._grid, strict=True))
-        )
+        found = self._at(self._end_of(size))
+        fits = found.predicted_bytes <= usable_bytes(self.budget_bytes, found.profile)
+        return found if fits else self._at(size)
+
+    def plan_at(self, size: Size) -> ModelPlan:
+        """The same, with what is predicted for the size itself."""
+        if size not in self._exact:
+            schedule = self.plan_for(size).schedule.schedule
+            self._exact[size] = self._ladder.predict(schedule, size, self.budget_bytes)
+        return self._exact[size]
+
+    def slower_s(self, other: PlansBySize, size: Size) -> float:
+        """By how many seconds a step takes longer than under other plans of the same ladder, as predicted."""
+        end, schedules = self._end_of(size), [one.plan_for(size).schedule.schedule for one in (self, other)]
+        own_s, other_s = (self._ladder.seconds(schedule, end) for schedule in schedules)
+        return own_s - other_s
 
     def within(self, budget_bytes: int) -> PlansBySize:
         """The same for another budget, without the solvers."""
-        return PlansBySize(self.profiles, budget_bytes, self.schedules, {})
+        return PlansBySize(self.profiles, budget_bytes, self.schedules, {}, of=self)
 
     def with_missed(self, missed_bytes: int) -> PlansBySize:
         """The same for steps that take more bytes than was predicted, as if these were always there."""
@@ -145,10 +163,25 @@ class PlansBySize:
 
         return plans_from_json(text)
 
+    def _end_of(self, size: Size) -> Size:
+        return tuple(_rounded_up(value, known) for value, known in zip(size, self._grid, strict=True))
+
     def _at(self, size: Size) -> ModelPlan:
         if size not in self._plans:
-            self._plans[size] = best_of(self.schedules, self.profiles.at(size), self.budget_bytes)
+            self._plans[size] = self._ladder.fastest(size, self.budget_bytes)
         return self._plans[size]
+
+    def _make_grid(self) -> list[list[int]]:
+        limits = self.profiles.limits
+        if len(limits) == 1:
+            return [self._different(self._sizes_to_plan(*limits))]
+        return [_evenly(0, limit, _NUM_CELLS) for limit in limits]
+
+    def _grid_for_all_budgets(self) -> list[list[int]]:
+        """The grid, also below where the first budget keeps everything."""
+        if len(self._grid) > 1:
+            return self._grid
+        return [sorted({*self._grid[0], *_evenly(0, self._grid[0][-1], _NUM_RANGES)})]
 
     def _sizes_to_plan(self, limit: int) -> list[int]:
         """NOTE [ One plan for each range of sizes ], 3."""
@@ -184,19 +217,6 @@ def _ladder(profiles: SizedProfiles, chosen: ModelPlan) -> tuple[Schedule, ...]:
         if profile.plain_bytes > usable_bytes(budget_bytes, profile):
             found += [point.schedule.schedule for point in frontier(profile, num_points=_NUM_SCHEDULES)]
     return tuple(dict.fromkeys(found))
-
-
-def best_of(schedules: Iterable[Schedule], profile: Profile, budget_bytes: int) -> ModelPlan:
-    """The fastest schedule that fits; where none does, the one with the smallest peak."""
-    most_bytes = usable_bytes(budget_bytes, profile)
-
-    def cost(schedule: Schedule) -> tuple[int, float]:
-        seen = simulate(profile.problem, schedule)
-        peak_bytes = seen.peak_bytes + profile.waiting_bytes(schedule, seen)
-        peak_bytes = max(peak_bytes, profile.residents.optimizer_peak_bytes)
-        return max(0, peak_bytes - most_bytes), seen.seconds
-
-    return plan_by_hand(profile, min(schedules, key=cost), budget_bytes)
 
 
 def _evenly(low: int, high: int, number: int) -> list[int]:
