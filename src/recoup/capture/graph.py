@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,7 @@ class UnitGraph:
         needed: the values that the backward reads.
         resident: the values that live anyway.
         views: further nodes whose results are views of one value, with that value.
+        labels: names of the makers that are the same where sizes are symbolic.
         seconds: of operations, by the names of their nodes, once they are measured.
         own_saves: what the engine's own cut keeps.
     """
@@ -118,6 +120,7 @@ class UnitGraph:
     needed: tuple[int, ...]
     resident: tuple[int, ...]
     views: dict[Node, int] = field(repr=False)
+    labels: dict[Node, str] = field(repr=False)
     seconds: dict[str, float] = field(default_factory=dict, repr=False)
     own_saves: tuple[str, ...] = field(default=(), repr=False)
 
@@ -142,7 +145,7 @@ class UnitGraph:
     def names(self, values: Iterable[int]) -> tuple[str, ...]:
         """The names of the operations that make some values, but for values that live anyway."""
         resident = set(self.resident)
-        return tuple(self.makers[value].name for value in values if value not in resident)
+        return tuple(self.labels[self.makers[value]] for value in values if value not in resident)
 
     def saved_by(self, forward: GraphModule, num_outputs: int) -> tuple[str, ...]:
         """The names of the operations whose results a forward returns for its backward."""
@@ -158,7 +161,7 @@ class UnitGraph:
         Results that cannot be computed again are kept as well. Names that the graph does not have are left out.
         """
         wanted = set(saves)
-        held = {value for value, node in enumerate(self.makers) if node.name in wanted}
+        held = {value for value, node in enumerate(self.makers) if self.labels[node] in wanted}
         held |= {value for op in self.operations if not op.is_replayable for value in op.outputs}
         again = evaluate_held(self.to_planner(lambda _: 0.0), held=held).recomputed
         made = {value for index in again for value in self.operations[index].outputs}
@@ -217,6 +220,7 @@ class _Reader:
             tuple(sorted(needed)),
             tuple(sorted(resident)),
             views,
+            _labels(self.graph),
         )
 
     def _output_bytes(self) -> int:
@@ -251,6 +255,23 @@ class _Reader:
                 self.value_bytes.append(_known_bytes(storage.nbytes()))
             found.append(self.value_of[key])
         return found
+
+
+def _labels(graph: Graph) -> dict[Node, str]:
+    """Names of nodes whose results have tensors, numbered among these.
+
+    Nodes that compute with symbolic sizes are not counted: the names are those of the graph without symbolic sizes.
+    """
+    labels: dict[Node, str] = {}
+    numbers: dict[str, int] = {}
+    for node in graph.nodes:
+        if not tensors_in(node.meta.get("val")):
+            labels[node] = node.name
+            continue
+        stem = re.sub(r"_\d+$", "", node.name)
+        number = numbers[stem] = numbers.get(stem, -1) + 1
+        labels[node] = f"{stem}_{number}" if number else stem
+    return labels
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from recoup.engines import apply
 from recoup.engines.verify import VerifiedSize, verify_step
-from recoup.errors import OverBudgetError, SampleError
+from recoup.errors import OverBudgetError, SampleError, UnitError
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
@@ -44,7 +44,13 @@ def measure_like(profile: Profile, step: TrainingStep, settings: str) -> Measure
     """
     names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
     units = [find_module(step.model, name) for name in names]
-    measurement = begin_measurement(step, units=units, engine=profile.engine, settings=settings)
+    try:
+        measurement = begin_measurement(step, units=units, engine=profile.engine, settings=settings)
+    except UnitError as error:
+        raise SampleError(
+            f"With a smaller sample the model does not call all units of the largest one ({error}) Fit it with samples"
+            " that run the same code."
+        ) from None
     unsafe = {unit.name: unit.unsafe for unit in profile.units if unit.unsafe}
     return measure_step(measurement, accumulates=profile.accumulates, unsafe=unsafe, like=profile)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,14 @@ from recoup.measuring.stream.passes import Passes
 from recoup.measuring.stream.structure import SeenCall, Structure
 from recoup.measuring.stream.timing import time_inside
 from recoup.measuring.unit.captured import captured_recipes
-from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
+from recoup.measuring.unit.one_unit import (
+    CallBytes,
+    CallTiming,
+    Gradients,
+    forward_and_backward,
+    measure_bytes,
+    time_call,
+)
 from recoup.measuring.unit.pace import ESTIMATED_PACE, USUAL_PACE, Pace, find_pace, time_plain_step
 from recoup.measuring.unit.recipes import Effort, large_behaviours, useful_recipes
 from recoup.model.compile_settings import settings_to_take_over
@@ -243,6 +251,7 @@ class Measurement:
         inside_s = slowest_inside(step.ranks, calls, inside_s)
         if self.like is not None:
             recipes, uncaptured = _recipes_of(self.like, calls, timed)
+            self.passes.visit(set(timed.values()), partial(self._warm_up, recipes))
         else:
             recipes = {
                 kind: effort.recipes(calls[index], inside_s.get(index, {}), unsafe)
@@ -323,6 +332,13 @@ class Measurement:
             elif result is not None:
                 recipes[kind] = result if len(recipes[kind]) > 1 else result[:1]
         return reasons
+
+    def _warm_up(self, recipes: Mapping[_Kind, Sequence[Recipe]], call: UnitCall) -> None:
+        """Runs captured recipes once: under a meter, nothing can be compiled."""
+        for recipe in recipes[self.calls[call.index].cost_key]:
+            if recipe.cut is not None:
+                for part in forward_and_backward(call, recipe, self.calls[call.index].wanted):
+                    part()
 
     def _measure_bytes(
         self, first: Mapping[_Kind, int], recipes: Mapping[_Kind, Sequence[Recipe]], accumulates: bool

@@ -7,14 +7,12 @@ alike: launches, elements, pairs of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from math import prod
 
 from recoup.plans.by_size.axes import Size
 
-__all__ = ["Growth", "growth_along"]
-
-Growth = Callable[[Size], float]
+__all__ = ["Growth"]
 
 _POWERS = {
     1: ((0,), (1,), (2,)),
@@ -23,50 +21,51 @@ _POWERS = {
 """By number of axes: the exponents of each term, the most likely first."""
 
 
-def growth_along(sizes: Sequence[Size]) -> Callable[[tuple[float, ...]], Growth]:
-    """For sizes at which numbers are measured: from these numbers to a function of the size.
+class Growth:
+    """Numbers that were measured at some sizes, as functions of the size.
 
-    There are no more terms than sizes. At each of these sizes the function is at least the number measured there.
+    There are no more terms than sizes. At each of these sizes a function is at least the number measured there.
 
-    >>> quadratic = growth_along([(1,), (2,), (4,)])((3.0, 6.0, 18.0))
-    >>> round(quadratic((3,))), round(quadratic((8,)))
-    (11, 66)
+    Args:
+        sizes: at which numbers are measured.
+
+    >>> growth = Growth([(1,), (2,), (4,)])
+    >>> [round(growth.at((size,), (3.0, 6.0, 18.0))) for size in (3, 8)]
+    [11, 66]
     """
-    largest = tuple(map(max, zip(*sizes, strict=True)))
-    powers = _POWERS[len(largest)][: len(sizes)]
 
-    def terms(size: Size) -> list[float]:
-        shares = [value / most for value, most in zip(size, largest, strict=True)]
-        return [_product(shares, exponents) for exponents in powers]
+    def __init__(self, sizes: Sequence[Size]) -> None:
+        self._largest = tuple(map(max, zip(*sizes, strict=True)))
+        self._powers = _POWERS[len(self._largest)][: len(sizes)]
+        self._rows = [self._terms(size) for size in sizes]
+        self._known: dict[tuple[float, ...], list[float]] = {}
 
-    known = [terms(size) for size in sizes]
+    def at(self, size: Size, numbers: tuple[float, ...]) -> float:
+        """What was measured as these numbers, in the order of the sizes, at another size."""
+        if numbers not in self._known:
+            self._known[numbers] = self._coefficients(numbers)
+        return _dot(self._known[numbers], self._terms(size))
 
-    @cache
-    def find(numbers: tuple[float, ...]) -> Growth:
-        if len(set(numbers)) == 1:
-            return lambda size: numbers[0]
-        coefficients = _fit(known, numbers)
-        found = [_dot(coefficients, row) for row in known]
-        # Rounding of the allocator and noise: never less than what was measured.
-        scale = max([1.0, *(n / f for n, f in zip(numbers, found, strict=True) if f > 0)])
-        return lambda size: scale * _dot(coefficients, terms(size))
+    def _terms(self, size: Size) -> list[float]:
+        shares = [value / most for value, most in zip(size, self._largest, strict=True)]
+        return [
+            prod(share**exponent for share, exponent in zip(shares, exponents, strict=True))
+            for exponents in self._powers
+        ]
 
-    return find
+    def _coefficients(self, numbers: tuple[float, ...]) -> list[float]:
+        from scipy.optimize import lsq_linear
 
-
-def _fit(rows: Sequence[Sequence[float]], numbers: Sequence[float]) -> list[float]:
-    from scipy.optimize import nnls
-
-    largest = max(map(abs, numbers))
-    coefficients, _ = nnls(rows, [number / largest for number in numbers])
-    return [float(one) * largest for one in coefficients]
-
-
-def _product(values: Sequence[float], exponents: Sequence[int]) -> float:
-    product = 1.0
-    for value, exponent in zip(values, exponents, strict=True):
-        product *= value**exponent
-    return product
+        largest = max(map(abs, numbers))
+        if min(numbers) == largest:
+            return [largest, *(0.0 for _ in self._powers[1:])]
+        shares = [number / largest for number in numbers]
+        found = lsq_linear(self._rows, shares, bounds=(0.0, float("inf")), method="bvls", tol=1e-14)
+        coefficients = [float(one) * largest for one in found.x]
+        # Rounding of the allocator, and noise: never less than what was measured.
+        missing = max(n - _dot(coefficients, row) for n, row in zip(numbers, self._rows, strict=True))
+        coefficients[0] += max(0.0, missing)
+        return coefficients
 
 
 def _dot(first: Sequence[float], second: Sequence[float]) -> float:

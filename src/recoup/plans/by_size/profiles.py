@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -12,7 +12,7 @@ from typing import Any
 from recoup.errors import SampleError
 from recoup.planning.documents import encode
 from recoup.plans.by_size.axes import Axis, Size, find_axes, size_of, volume
-from recoup.plans.by_size.growth import Growth, growth_along
+from recoup.plans.by_size.growth import Growth
 from recoup.plans.combined import combined
 from recoup.plans.profile import Profile
 from recoup.plans.profile_json import decode_profile
@@ -55,7 +55,7 @@ class SizedProfiles:
             return self.profiles[self.sizes.index(size)]
 
         def number(found: Sequence[Any]) -> Any:
-            value = self._growth(tuple(found))(size)
+            value = self._growth.at(size, tuple(found))
             return ceil(value - 1e-6) if all(isinstance(one, int) for one in found) else value
 
         return decode_profile(combined(self._documents, number, _refuse))
@@ -69,8 +69,8 @@ class SizedProfiles:
         return replace(self, profiles=tuple(_with_resident(one, more_bytes) for one in self.profiles))
 
     @cached_property
-    def _growth(self) -> Callable[[tuple[float, ...]], Growth]:
-        return growth_along(self.sizes)
+    def _growth(self) -> Growth:
+        return Growth(self.sizes)
 
     @cached_property
     def _documents(self) -> list[Any]:
