@@ -19,8 +19,8 @@ ALWAYS = ["--debug", "--help", "--quiet", "-h"]
 OPTIONS = {
     "audit": ["--batch", "--units"],
     "demo": [],
-    "fit": ["--budget", "--engine", "--html", "--json", "--no-race", "--no-verify", *FACTORY],
-    "frontier": ["--budget", "--hardware", "--json", "--most", "--points", "--ranks", *FACTORY],
+    "fit": ["--budget", "--engine", "--html", "--json", "--no-race", "--no-verify", "--sizes", *FACTORY],
+    "frontier": ["--budget", "--hardware", "--json", "--most", "--points", "--ranks", "--sizes", *FACTORY],
     "hardware": ["--json"],
     "measure": ["--hardware", "--json", "--ranks", *FACTORY],
     "plan": ["--budget", "--json"],
@@ -101,6 +101,11 @@ def test_the_package_runs_as_a_module() -> None:
         ("frontier factories:make --hardware H200 --ranks two", "'two' is not a whole number from 1 up"),
         ("frontier factories:make --ranks 8", "--ranks goes with --hardware"),
         ("frontier factories:make --most 8", "--most goes with --hardware"),
+        ("frontier factories:make --hardware H200 --most 8 --sizes 8,64", "--most goes without --sizes"),
+        ("fit factories:make --budget 1MB --sizes 64", "'64' is one size; name at least two"),
+        ("fit factories:make --budget 1MB --sizes 64,64", "'64,64' is one size; name at least two"),
+        ("fit factories:make --budget 1MB --sizes 8,all", "'all' is not a whole number from 1 up"),
+        ("frontier factories:make --sizes 8,0", "'0' is not a whole number from 1 up"),
         (
             "fit factories:make --budget 1MB --json no/such/f.json",
             "'no/such/f.json' cannot be written: No such file or directory",

@@ -5,16 +5,20 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from recoup import auditing, batching, engines, fitting, measuring
 from recoup.batching import BatchChoice
 from recoup.cli.factory import Factory, load_factory
+from recoup.cli.sized_frontier import sized_frontier
 from recoup.engines import ModelPlan
 from recoup.errors import CommandError, EncodingError
 from recoup.measuring import Profile
 from recoup.measuring.estimate.machine import hardware_to_json
+from recoup.model.factory_result import Made
+from recoup.model.several_samples import read_samples
 from recoup.planning.documents import write_document
 from recoup.progress import showing
 from recoup.sizes import format_bytes
@@ -31,6 +35,7 @@ def fit(options: Namespace) -> None:
         fitted = fitting.fit(
             **vars(made),
             budget=options.budget,
+            sizes=options.sizes,
             units=options.units,
             accumulates=options.accumulates,
             verify=not options.no_verify,
@@ -48,6 +53,9 @@ def frontier(options: Namespace) -> None:
     factory = load_factory(options.factory)
     if estimate and options.batch is None and factory.needs_batch:
         options.batch = 1
+    if options.sizes:
+        _frontier_by_size(options, factory, estimate)
+        return
     with _progress(options):
         profile = _measure(options, factory, estimate)
         points = engines.frontier(profile, num_points=options.points, budgets=options.budget)
@@ -66,9 +74,28 @@ def frontier(options: Namespace) -> None:
         "points": [_figures(profile, point) for point in points],
         "largest_batches": [_batch_figures(answer) for answer in answers],
     }
-    _write_json(
-        options, write_document("recoup.cli", _FRONTIER_VERSION, "frontier", body, indent=1), "Frontier"
-    )
+    _write_frontier(options, "frontier", body)
+
+
+def _frontier_by_size(options: Namespace, factory: Factory, estimate: dict[str, Any]) -> None:
+    with _progress(options):
+        made = factory.build(options.batch, unallocated=bool(estimate))
+        samples = read_samples(made.sample, None, options.sizes)
+        sizes = sorted(set(options.sizes), reverse=True)
+        profiles = {
+            size: _measure_made(options, replace(made, sample=sample), estimate)
+            for size, sample in zip(sizes, samples, strict=True)
+        }
+        found = sized_frontier(profiles, num_points=options.points, budgets=options.budget)
+    largest = profiles[max(sizes)]
+    _say(options, f"{largest} At a size of {max(sizes)}.\n{found}")
+    body = {"model": largest.model, "device": largest.device, "sizes": found.figures}
+    _write_frontier(options, "frontier_by_size", body)
+
+
+def _write_frontier(options: Namespace, kind: str, body: dict[str, Any]) -> None:
+    text = write_document("recoup.cli", _FRONTIER_VERSION, kind, body, indent=1)
+    _write_json(options, text, "Frontier")
 
 
 def audit(options: Namespace) -> None:
@@ -161,7 +188,10 @@ def _estimate(options: Namespace) -> dict[str, Any]:
 
 
 def _measure(options: Namespace, factory: Factory, estimate: dict[str, Any]) -> Profile:
-    made = factory.build(options.batch, unallocated=bool(estimate))
+    return _measure_made(options, factory.build(options.batch, unallocated=bool(estimate)), estimate)
+
+
+def _measure_made(options: Namespace, made: Made, estimate: dict[str, Any]) -> Profile:
     return measuring.measure(**vars(made), units=options.units, accumulates=options.accumulates, **estimate)
 
 

@@ -32,6 +32,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--ranks goes with --hardware: what is sharded is estimated, not measured")
     if getattr(options, "most", None) is not None and options.hardware is None:
         parser.error("--most goes with --hardware: without it there is one batch size")
+    if getattr(options, "most", None) is not None and options.sizes is not None:
+        parser.error("--most goes without --sizes: these are for one batch size")
     return options
 
 
@@ -73,6 +75,7 @@ def _add_fit(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="bytes for the whole step: 8GiB, 80%% of the device, or auto",
     )
+    _add_sizes(command, "a plan for each range of sizes")
     command.add_argument("--no-verify", action="store_true", help="do not run a real step under the plan")
     command.add_argument(
         "--no-race", action="store_true", help="do not time the plan against others on real steps"
@@ -85,7 +88,10 @@ def _add_fit(command: argparse.ArgumentParser) -> None:
         " auto, which is the default, takes generated code for compiled models and else eager",
     )
     command.add_argument("--html", type=_output, metavar="FILE", help="write the report")
-    _add_json(command, "write the plan, which recoup.engines.ModelPlan.from_json reads")
+    _add_json(
+        command,
+        "write the plan, which recoup.engines.ModelPlan.from_json reads; with --sizes, PlansBySize.from_json",
+    )
 
 
 def _add_frontier(command: argparse.ArgumentParser) -> None:
@@ -101,6 +107,7 @@ def _add_frontier(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="look at this budget instead; also for the largest batch. May be repeated",
     )
+    _add_sizes(command, "seconds for each budget and size")
     command.add_argument(
         "--most", type=_count, metavar="N", help="with --hardware: look at no larger batch than this"
     )
@@ -161,6 +168,15 @@ def _add_hardware_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_sizes(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument(
+        "--sizes",
+        type=_sizes,
+        metavar="N,N,...",
+        help=f"{what}: lengths that the sample, as long as the longest of them, is cut to, such as 128,512,2048",
+    )
+
+
 def _add_json(command: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:
     command.add_argument("--json", type=_output, metavar="FILE", required=required, help=text)
 
@@ -195,6 +211,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
     return int(text)
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [_count(part.strip()) for part in text.split(",")]
+    if len(set(sizes)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is one size; name at least two, such as 128,512")
+    return sizes
 
 
 def _output(text: str) -> Path:
