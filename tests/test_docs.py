@@ -141,3 +141,23 @@ def test_rows_of_compiled_and_captured_units_are_those_of_the_results(page: str)
     measured = re.findall(r"^\| [\d.]+ \| blocks compiled.*$", results, re.MULTILINE)
     compiled = [row for row in shown if "blocks compiled" in row]
     assert len(compiled) == len(measured) > 0
+
+
+@pytest.mark.parametrize("page", ["comparison.md", "howto/varying_batches.md"])
+def test_figures_of_varying_batches_are_those_of_the_results(page: str) -> None:
+    text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+    results = (ROOT / "benchmarks" / "results" / "varying_h200_202611.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\w ]+ \| [\d,]+ \| .* %.*\|$", results, re.MULTILINE)
+    assert len(rows) == 3
+    for row in rows:
+        assert row in text, row
+    for shown, measured in (
+        (r"([\d.]+) s for three sizes, and [\d.]+ s for the longest", r"([\d.]+) s for three sizes"),
+        (r"three sizes, and ([\d.]+) s for the longest", r"Fits: ([\d.]+) s for the longest"),
+        (r"[Pp]icking a plan takes ([\d.]+) µs a step", r"Picking a plan: ([\d.]+) µs a step"),
+        (r"budget, ([\d.]+) GiB", r"budget ([\d.]+) GiB"),
+        (r"median ([\d,]+)", r"median ([\d,]+)"),
+    ):
+        found = [re.search(pattern, where) for pattern, where in ((shown, text), (measured, results))]
+        assert all(found), shown
+        assert len({match[1].replace(",", "") for match in found if match}) == 1, shown

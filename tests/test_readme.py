@@ -72,6 +72,13 @@ def test_every_figure_is_in_the_results() -> None:
         assert re.search(wanted, results, re.MULTILINE), (budget, baseline_ms, recoup_ms)
 
 
+def test_the_gain_of_plans_by_size_is_in_the_results() -> None:
+    (shown, file) = re.findall(r"trained\s+\[([\d.]+) % faster\]\(([\w/.]+)\) than under one plan", README)[0]
+    results = (ROOT / file).read_text(encoding="utf-8")
+    row = next(line for line in results.splitlines() if line.startswith("| one plan for the longest |"))
+    assert f"| +{shown} % |" in row
+
+
 def test_there_are_five_limits() -> None:
     assert len(re.findall(r"^- ", section("Limits"), re.MULTILINE)) == 5
 

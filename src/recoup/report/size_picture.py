@@ -79,9 +79,7 @@ class SizePicture:
     def _place(self, size: int, own: SizeRange) -> Place:
         profile, budget_bytes = self.plans.profiles.at((size,)), self.plans.budget_bytes
         largest = plan_by_hand(profile, self.plans.plan.schedule.schedule, budget_bytes)
-        chosen = own.plan  # predicted for the end of its range
-        if size != own.up_to[0]:
-            chosen = plan_by_hand(profile, chosen.schedule.schedule, budget_bytes)
+        chosen = own.plan if size == own.up_to[0] else self.plans.plan_at((size,))
         return Place(
             size,
             chosen.predicted_bytes,

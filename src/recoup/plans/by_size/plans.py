@@ -90,7 +90,7 @@ class PlansBySize:
         return hash((self.budget_bytes, self.schedules))
 
     def __repr__(self) -> str:
-        return f"PlansBySize(sizes={self.profiles.sizes}, budget_bytes={self.budget_bytes}, {len(self.ranges)} ranges)"
+        return f"PlansBySize(sizes={self.profiles.sizes}, budget_bytes={self.budget_bytes})"
 
     @property
     def _content(self) -> tuple[object, ...]:
