@@ -37,11 +37,13 @@ class Recorded:
         peak_bytes: of the whole step, the optimizer's step included.
         points: bytes of the whole step over the recorded step's own seconds.
         prints: fingerprints of its gradients, and of the parameters where a step may change them.
+        is_cacheless: whether the plan switched a key-value cache off.
     """
 
     peak_bytes: int
     points: Points
     prints: dict[str, Fingerprint] = field(default_factory=dict, repr=False)
+    is_cacheless: bool = False
 
 
 class RealSteps:
@@ -63,10 +65,6 @@ class RealSteps:
         """Whether the device has room for the plain step beside what lives already."""
         needed_bytes = self.profile.plain_bytes - self.profile.residents.total_bytes
         return self.step.ranks.smallest(needed_bytes < self.meter.free_bytes())
-
-    def is_cacheless(self) -> bool:
-        """Whether the plan has switched a cache off."""
-        return any(one.has_switched for one in _caches_off(self.step.model))
 
     @property
     def is_generated(self) -> bool:
@@ -129,7 +127,8 @@ class RealSteps:
         self._knows_writes = True
         peak_bytes = max(recorded.peak_bytes + lived_bytes, residents.optimizer_peak_bytes)
         points = tuple((time_s, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
-        return Recorded(peak_bytes, points, prints)
+        is_cacheless = any(one.has_switched for one in _caches_off(self.step.model))
+        return Recorded(peak_bytes, points, prints, is_cacheless)
 
     def _run_recorded(self) -> Recording:
         # Comparing takes memory too, on some devices: this is the most that a step may need.

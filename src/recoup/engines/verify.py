@@ -97,7 +97,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
         raise _over_budget(peak_bytes, plan)
     note("verifying", 1, 2)
     drifting, gradients = _compare_gradients(steps, plan, lap.recorded, plain.recorded if plain else None)
-    if steps.is_cacheless():
+    if lap.recorded.is_cacheless:
         gradients += " to a step with use_cache off"
     return Verification(
         peak_bytes,
@@ -106,7 +106,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
         plain.seconds if plain else None,
         gradients,
         drifting,
-        _notes(steps),
+        _notes(steps, is_cacheless=lap.recorded.is_cacheless),
         timeline=lap.timeline,
         race=race.finishers,
     )
@@ -180,10 +180,10 @@ def _largest(found: list[Drift]) -> float:
     return max((drift.relative_error for drift in found), default=0.0)
 
 
-def _notes(steps: RealSteps) -> tuple[str, ...]:
+def _notes(steps: RealSteps, *, is_cacheless: bool) -> tuple[str, ...]:
     """What was switched off for the comparison, and what is not in the count."""
     found = []
-    if steps.is_cacheless():
+    if is_cacheless:
         found.append(
             "The plain step ran with the key-value cache (use_cache) off, as it is under the plan: a training step"
             " with the cache on takes more memory, and may round differently."
