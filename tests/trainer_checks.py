@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from autopilot_checks import FailAt
 from on_ranks import assert_same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from recoup.ranks import find_ranks
 
 
 def _as_launched(rank: int) -> None:
@@ -38,7 +42,14 @@ def trainer_on_two_ranks(rank: int) -> None:
 
     from recoup.integrations.transformers import RecoupCallback
 
-    def run(*callbacks: Any) -> Trainer:
+    class Failing(Trainer):
+        mode = FailAt()
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            with self.mode if "training_step" in vars(self) else nullcontext():
+                return super().training_step(*args, **kwargs)
+
+    def run(*callbacks: Any, mode: FailAt | None = None, **options: Any) -> Failing:
         torch.manual_seed(0)
         sizes = {"n_embd": 32, "n_layer": 4, "n_head": 2, "vocab_size": 64, "n_positions": 32}
         model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
@@ -46,14 +57,16 @@ def trainer_on_two_ranks(rank: int) -> None:
         arguments = TrainingArguments(
             tempfile.mkdtemp(),
             per_device_train_batch_size=4,
-            max_steps=2,
+            max_steps=3,
             report_to=[],
             disable_tqdm=True,
             save_strategy="no",
             use_cpu=True,
+            **options,
         )
         rows = [{"input_ids": row, "labels": row} for row in tokens]
-        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
+        trainer = Failing(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
+        trainer.mode = mode or FailAt()
         trainer.train()
         return trainer
 
@@ -69,6 +82,18 @@ def trainer_on_two_ranks(rank: int) -> None:
     plans: list[Any] = [None, None]
     dist.all_gather_object(plans, callback.fitted.plan.to_json())
     assert plans[0] == plans[1]
+    for options in ({}, {"gradient_accumulation_steps": 2}):
+        expected = _weights(run(**options).model)
+        counting = FailAt()
+        run(RecoupCallback("2.2MiB", autopilot=True, race=False), mode=counting, **options)
+        number = find_ranks().smallest(counting.number)
+        for part in (1, 4):
+            callback = RecoupCallback("2.2MiB", autopilot=True, race=False)
+            mode = FailAt(part * number // 5 if rank == 1 else -1)
+            assert_same(_weights(run(callback, mode=mode, **options).model), expected)
+            assert callback.pilot is not None
+            [event] = callback.pilot.events
+            assert event.reason == ("injected" if rank == 1 else "on another rank")
 
 
 def lightning_on_two_ranks(rank: int) -> None:
@@ -82,9 +107,25 @@ def lightning_on_two_ranks(rank: int) -> None:
 
     from recoup.integrations.lightning import RecoupCallback
 
-    def run(*callbacks: Any) -> nn.Module:
+    class Failing(Classifier):
+        mode: Any = nullcontext()
+
+        def training_step(self, batch: Any) -> Tensor:
+            with self.mode if self.piloted else nullcontext():
+                return super().training_step(batch)
+
+        def backward(self, loss: Tensor) -> None:
+            with self.mode if self.piloted else nullcontext():
+                super().backward(loss)
+
+        @property
+        def piloted(self) -> bool:
+            return "_make_closure" in vars(self.trainer.fit_loop.epoch_loop.automatic_optimization)
+
+    def run(*callbacks: Any, mode: Any = None, **options: Any) -> nn.Module:
         torch.manual_seed(0)
-        module = Classifier()
+        module = Failing()
+        module.mode = mode
         data = TensorDataset(torch.randn(1024, 16), torch.randint(10, (1024,)))
         trainer = lightning.Trainer(
             max_epochs=1,
@@ -96,6 +137,7 @@ def lightning_on_two_ranks(rank: int) -> None:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **options,
         )
         trainer.fit(module, DataLoader(data, batch_size=256))
         return module
@@ -109,3 +151,14 @@ def lightning_on_two_ranks(rank: int) -> None:
     dist.all_gather_object(plans, callback.fitted.plan.to_json())
     assert plans[0] == plans[1]
     assert any("recompute" in label for _, label in callback.fitted.plan.describe_units())
+    for options in ({}, {"accumulate_grad_batches": 2}):
+        expected = _weights(run(**options))
+        counting = FailAt()
+        run(RecoupCallback("1.6MiB", autopilot=True, race=False), mode=counting, **options)
+        number = find_ranks().smallest(counting.number)
+        for part in (1, 4):
+            callback = RecoupCallback("1.6MiB", autopilot=True, race=False)
+            mode = FailAt(part * number // 5 if rank == 1 else -1)
+            assert_same(_weights(run(callback, mode=mode, **options)), expected)
+            assert callback.pilot is not None
+            assert len(callback.pilot.events) == 1

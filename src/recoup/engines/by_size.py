@@ -15,7 +15,7 @@ from recoup.plans.tree import Item, tree_of
 from recoup.sizes import format_bytes
 from recoup.tensors import positional_names
 
-__all__ = ["Picker", "size_in_words"]
+__all__ = ["Picker", "batch_in_words"]
 
 
 class Picker:
@@ -74,23 +74,23 @@ class Picker:
             warnings.warn(message, RecoupWarning, stacklevel=2)
 
 
-def size_in_words(plans: PlansBySize, size: Size) -> str:
+def batch_in_words(plans: PlansBySize, size: Size) -> str:
     """The size of a batch, for people."""
     return ", ".join(f"{axis.name} = {value}" for axis, value in zip(plans.profiles.axes, size, strict=True))
 
 
 def _beyond(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
-    largest = size_in_words(plans, plans.profiles.sizes[-1])
+    largest = batch_in_words(plans, plans.profiles.sizes[-1])
     return (
-        f"A batch is larger ({size_in_words(plans, size)}) than all that were measured (up to {largest}): its bytes are"
-        f" extrapolated, and its plan is predicted to peak at {format_bytes(plan.predicted_bytes)} of"
+        f"A batch is larger ({batch_in_words(plans, size)}) than all that were measured (up to {largest}): its bytes"
+        f" are extrapolated, and its plan is predicted to peak at {format_bytes(plan.predicted_bytes)} of"
         f" {format_bytes(plan.budget_bytes)}. Fit with a sample as large as any in training."
     )
 
 
 def _over(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
     return (
-        f"No plan is predicted to fit a batch of this size ({size_in_words(plans, size)}): the smallest peak is"
+        f"No plan is predicted to fit a batch of this size ({batch_in_words(plans, size)}): the smallest peak is"
         f" {format_bytes(plan.predicted_bytes)}, and the budget {format_bytes(plan.budget_bytes)}. Its step runs under"
         " that plan. Shorten the batch, or raise the budget."
     )

@@ -15,7 +15,7 @@ from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.report.table import to_text
 
-__all__ = ["Fitted"]
+__all__ = ["Fitted", "planned_earlier"]
 
 
 @dataclass(frozen=True)
@@ -70,3 +70,10 @@ class Fitted:
 
     def __str__(self) -> str:
         return to_text(self)
+
+
+def planned_earlier(model: nn.Module, applied: ModelPlan | PlansBySize) -> Fitted:
+    """A model under a plan that an earlier process made: nothing was audited or verified in this one."""
+    if isinstance(applied, ModelPlan):
+        return Fitted(model, applied, Audit(()), None)
+    return Fitted(model, applied.plan, Audit(()), None, by_size=applied)

@@ -1,16 +1,17 @@
-"""Attributes of a trainer that its step changes: counters and metrics, which must not count measured steps."""
+"""Attributes of a trainer that its step changes: counters and metrics. Measured and failed steps must not count."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from recoup.snapshot.places import Snapshot
 
-__all__ = ["attributes_held"]
+__all__ = ["attributes_held", "hold_containers"]
 
+_CONTAINERS = (dict, list, set, deque)
 _MOST_ITEMS = 1000
 
 
@@ -26,9 +27,17 @@ def attributes_held(owner: Any) -> Iterator[None]:
     >>> trainer.num_tokens, trainer.metrics
     (3, {'loss': [0.5]})
     """
-    snapshot = Snapshot()
-    waiting: list[Any] = [vars(owner)]
-    seen: set[int] = set()
+    snapshot = hold_containers([vars(owner)])
+    try:
+        yield
+    finally:
+        snapshot.put_back()
+
+
+def hold_containers(values: Iterable[Any]) -> Snapshot:
+    """Notes what containers among some values hold, and those in them; such with very many items are data, left out."""
+    snapshot, seen = Snapshot(), set[int]()
+    waiting = [value for value in values if isinstance(value, _CONTAINERS)]
     while waiting:
         place = waiting.pop()
         if id(place) in seen or len(place) > _MOST_ITEMS:
@@ -36,8 +45,5 @@ def attributes_held(owner: Any) -> Iterator[None]:
         seen.add(id(place))
         snapshot.add(place)
         items = place.values() if isinstance(place, dict) else place
-        waiting += [item for item in items if isinstance(item, (dict, list, set, deque))]
-    try:
-        yield
-    finally:
-        snapshot.put_back()
+        waiting += [item for item in items if isinstance(item, _CONTAINERS)]
+    return snapshot

@@ -12,11 +12,16 @@ from recoup.integrations.indices import indices_of
 from recoup.snapshot.random_state import held_random_state
 from recoup.tensors import tensors_in
 
-__all__ = ["largest_batch_of"]
+__all__ = ["batches_of", "largest_batch_of"]
 
 
 def largest_batch_of(loader: Any, *, num_batches: int, batch_size: int | None = None) -> Any:
-    """The largest of a few batches, by elements, made of rows from all over what the loader's sampler draws from.
+    """The largest of a few batches, as `batches_of` makes them."""
+    return batches_of(loader, num_batches=num_batches, batch_size=batch_size)[-1]
+
+
+def batches_of(loader: Any, *, num_batches: int, batch_size: int | None = None) -> list[Any]:
+    """A few batches in order of their elements, made of rows from all over what the loader's sampler draws from.
 
     Rows are read and collated here, not by the loader, so that training sees the same batches as without. A loader
     whose batches cannot be made so needs a sample of the user's.
@@ -36,7 +41,7 @@ def largest_batch_of(loader: Any, *, num_batches: int, batch_size: int | None = 
         put_back()
     if not batches:
         raise SampleError("The training data are empty: give sample=, a batch to plan for.")
-    return max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors_in(batch)))
+    return sorted(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors_in(batch)))
 
 
 def _batches(loader: Any, num_batches: int, batch_size: int | None) -> list[Any]:

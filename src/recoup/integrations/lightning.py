@@ -7,11 +7,21 @@ NOTE [ What Lightning's step is made of ]
     3. Lightning clears gradients between forward and backward: those of the last step are there in the forward.
     4. The plan is part of the callback's state, so it is in every checkpoint. A run that is resumed with the same
        budget, batch, options and device applies it without measuring.
+
+NOTE [ Lightning's closure under the autopilot ]
+    1. Lightning runs forward and backward of each micro-batch in a closure, which the optimizer's step calls, or
+       Lightning itself while it accumulates. The loop that makes closures gets them wrapped: each is a step of the
+       autopilot.
+    2. Gradients of the last step are cleared before the closure instead of in its middle: else all of them would be
+       copied to the host, to be put back and cleared.
+    3. What the step has logged is put back with the rest, and so are containers of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +30,17 @@ from torch import Tensor
 
 from recoup.engines import apply
 from recoup.errors import ApplyError, EncodingError, FitError, SampleError
-from recoup.fitting import fit
+from recoup.fitting.fitted import Fitted, planned_earlier
+from recoup.integrations.attributes import hold_containers
 from recoup.integrations.callback import FittingCallback
 from recoup.integrations.missing import not_installed
-from recoup.integrations.outcome import figures, headline, write_outcome
+from recoup.integrations.outcome import figures, headlines, write_outcome
+from recoup.integrations.piloted import run_piloted
+from recoup.piloting import Autopilot
 from recoup.plans import ModelPlan
+from recoup.plans.by_size.plans import PlansBySize
 from recoup.progress import showing
+from recoup.snapshot.places import Snapshot
 from recoup.tensors import tensors_in
 
 try:
@@ -37,6 +52,8 @@ except ImportError:
 
 __all__ = ["RecoupCallback"]
 
+_logger = logging.getLogger("lightning.pytorch.recoup")
+
 
 class RecoupCallback(FittingCallback, Callback):
     """Fits the module into a budget when training starts, in place: ``Trainer(callbacks=[RecoupCallback("8GiB")])``.
@@ -44,16 +61,18 @@ class RecoupCallback(FittingCallback, Callback):
     Arguments are those of `FittingCallback`. Where the plan is that of a checkpoint, ``fitted`` stays ``None``.
 
     Attributes:
-        plan: that is applied.
+        plan: that is applied; with several sizes, that of the largest batch.
     """
 
     plan: ModelPlan | None = None
+    _applied: ModelPlan | PlansBySize | None = None
+    _remove_pilot: Callable[[], None] | None = None
     _made_for: dict[str, str] | None = None
     _resumed: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, and what it was made for, for a checkpoint."""
-        return {} if self.plan is None else {"plan": self.plan.to_json(), "made_for": self._made_for}
+        return {} if self._applied is None else {"plan": self._applied.to_json(), "made_for": self._made_for}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the plan of a checkpoint."""
@@ -61,8 +80,8 @@ class RecoupCallback(FittingCallback, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Applies the plan of a checkpoint, or fits the module."""
-        model, batch = trainer.strategy.model, self._batch(trainer)
-        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
+        model, batches = trainer.strategy.model, self._batches(trainer)
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(batches)]
         self._made_for = {
             "budget": str(self.budget),
             "options": repr(sorted(self.options.items())),
@@ -71,61 +90,112 @@ class RecoupCallback(FittingCallback, Callback):
             if pl_module.device.type == "cuda"
             else "cpu",
         }
-        if self._apply_resumed(model):
-            return
+        fitted = self._apply_resumed(model, is_sized=len(batches) > 1)
+        if fitted is None:
+            fitted = self._fit(trainer, pl_module, batches)
+        self.plan, self._applied = fitted.plan, fitted.applied
+        _logger.setLevel(logging.INFO if trainer.is_global_zero else logging.WARNING)
+        pilot = self.make_pilot(fitted, trainer.optimizers, _logger)
+        if pilot is not None:
+            self._remove_pilot = _install_pilot(trainer, pilot)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends the autopilot, whose summary is logged."""
+        if self.pilot is not None and self._remove_pilot is not None:
+            self._remove_pilot()
+            self._remove_pilot = None
+            self.pilot.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Ends the autopilot."""
+        self.on_train_end(trainer, pl_module)
+
+    def _fit(self, trainer: Any, pl_module: Any, batches: list[Any]) -> Fitted:
         if not pl_module.automatic_optimization:
             raise FitError(
                 "RecoupCallback runs Lightning's own step, and this module optimizes manually. Call recoup.fit with"
                 " step= in its on_train_start instead, and leave the callback out."
             )
-        step = _step_of(trainer, pl_module, batch)
+        step = _step_of(trainer, pl_module)
         with showing(trainer.progress_bar_callback is not None), _without_logging(pl_module):
-            self.fitted = fit(
-                model,
-                step=step,
-                budget=self.budget,
-                optimizer=trainer.optimizers,
-                accumulates=True,
-                **self.options,
+            fitted = self.fit_batches(
+                trainer.strategy.model, step, batches, optimizer=trainer.optimizers, accumulates=True
             )
-        self.plan = self.fitted.plan
-        rank_zero_info(f"recoup: {headline(self.fitted)}")
+        for line in headlines(fitted):
+            rank_zero_info(f"recoup: {line}")
         for logger in trainer.loggers:
-            logger.log_metrics(figures(self.fitted), step=trainer.global_step)
+            logger.log_metrics(figures(fitted), step=trainer.global_step)
         folder = trainer.log_dir if trainer.loggers else None  # all ranks ask: it is exchanged
         if trainer.is_global_zero and folder is not None:
-            write_outcome(self.fitted, folder)
+            write_outcome(fitted, folder)
+        return fitted
 
-    def _apply_resumed(self, model: Any) -> bool:
+    def _apply_resumed(self, model: Any, *, is_sized: bool) -> Fitted | None:
         """Applies the plan of a checkpoint, if it was made for the same; once, since a later run may be another."""
         resumed, self._resumed = self._resumed, None
         if not resumed or resumed.get("made_for") != self._made_for:
-            return False
+            return None
         try:
-            self.plan = ModelPlan.from_json(resumed["plan"])
-            apply(model, self.plan)
+            kind: Any = PlansBySize if is_sized else ModelPlan
+            applied = kind.from_json(resumed["plan"])
+            apply(model, applied)
         except (ApplyError, EncodingError) as error:
             rank_zero_info(f"recoup: the checkpoint's plan cannot be used ({error}); it is made anew.")
-            return False
+            return None
         rank_zero_info("recoup: the plan of the checkpoint is applied.")
-        return True
+        return planned_earlier(model, applied)
 
-    def _batch(self, trainer: Any) -> Any:
+    def _batches(self, trainer: Any) -> list[Any]:
         if self.sample is None and isinstance(trainer.train_dataloader, (dict, list, tuple)):
             raise SampleError(
                 "Several loaders are combined: give sample=, a batch as training_step takes it."
             )
-        batch = self.batch_to_plan_for(trainer.train_dataloader)
-        batch = trainer.precision_plugin.convert_input(batch)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        batches = map(
+            trainer.precision_plugin.convert_input, self.batches_to_plan_for(trainer.train_dataloader)
+        )
+        return [trainer.strategy.batch_to_device(batch, dataloader_idx=0) for batch in batches]
 
 
-def _step_of(trainer: Any, module: Any, batch: Any) -> Any:
+def _install_pilot(trainer: Any, pilot: Autopilot) -> Callable[[], None]:
+    """Wraps closures by NOTE [ Lightning's closure under the autopilot ]; returns what ends that."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    make = loop._make_closure
+
+    def make_piloted(kwargs: Any, *more: Any) -> Any:
+        closure = make(kwargs, *more)
+        run, clear = closure.closure, closure._zero_grad_fn
+        closure._zero_grad_fn = None
+
+        def piloted(*args: Any) -> Any:
+            if clear is not None:
+                clear()
+            return run_piloted(pilot, lambda: run(*args), _hold(trainer, kwargs))
+
+        closure.closure = piloted
+        return closure
+
+    def remove() -> None:
+        del loop._make_closure
+
+    loop._make_closure = make_piloted
+    return remove
+
+
+def _hold(trainer: Any, kwargs: Any) -> Snapshot:
+    held, results = hold_containers([kwargs]), trainer._results
+    if results is not None:
+        for place in (results, vars(results), *map(vars, results.values())):
+            held.add(place)
+    return held
+
+
+def _step_of(trainer: Any, module: Any) -> Any:
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    given = (batch, 0) if takes_index else (batch,)
 
-    def step() -> None:
-        output = trainer.strategy.training_step(*given)
+    def step(batch: Any) -> None:
+        if isinstance(batch, (dict, list)):
+            batch = copy.copy(batch)  # of which a training_step may take parts away
+        output = trainer.strategy.training_step(*((batch, 0) if takes_index else (batch,)))
         if output is None:
             raise FitError(
                 "training_step returned None, as it does to skip a batch: give sample=, one that it trains on."

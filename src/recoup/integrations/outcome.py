@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from recoup.fitting import Fitted
+from recoup.report.by_size import axes_in_words, rows_by_size
 from recoup.report.summary import summarize
 
-__all__ = ["figures", "headline", "write_outcome"]
+__all__ = ["figures", "headlines", "write_outcome"]
 
 
-def headline(fitted: Fitted) -> str:
-    """One sentence."""
-    return summarize(fitted).headline
+def headlines(fitted: Fitted) -> list[str]:
+    """What a trainer's log says: a sentence, and another about the ranges of sizes that have a plan each."""
+    found = [summarize(fitted).headline]
+    if fitted.by_size is not None:
+        ranges = "; ".join(f"up to {row.up_to}: {row.what}" for row in rows_by_size(fitted.by_size))
+        found.append(f"Plans by size, {axes_in_words(fitted.by_size)} {ranges}.")
+    return found
 
 
 def figures(fitted: Fitted) -> dict[str, float]:

@@ -6,6 +6,14 @@ NOTE [ When the plan is made ]
     2. The batch is the largest of a few, made by the trainer's collator of rows from all over its dataset. Its loader
        is not touched, so training sees the same batches as without a plan.
     3. Every call of ``train()`` plans anew: batch size, precision or data may have changed in between.
+
+NOTE [ The trainer's step under the autopilot ]
+    1. While it trains, `training_step` of the trainer is an attribute that runs the trainer's own inside the autopilot.
+       The trainer calls it once for each micro-batch, in whose forward and backward it computes the loss, enters
+       autocast, scales and accumulates; the optimizer steps outside.
+    2. Metrics that a step adds to are put back with the rest: attributes of the trainer and containers among them,
+       apart from its data, and its log.
+    3. A run that raised leaves the attribute where it is, and the next call of ``train()`` removes it.
 """
 
 from __future__ import annotations
@@ -13,17 +21,19 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from recoup.errors import FitError
-from recoup.fitting import fit
-from recoup.integrations.attributes import attributes_held
+from recoup.integrations.attributes import attributes_held, hold_containers
 from recoup.integrations.callback import FittingCallback
 from recoup.integrations.missing import not_installed
-from recoup.integrations.outcome import figures, headline, write_outcome
+from recoup.integrations.outcome import figures, headlines, write_outcome
+from recoup.integrations.piloted import run_piloted
 from recoup.integrations.too_large import as_out_of_memory
+from recoup.piloting import Autopilot
 from recoup.progress import showing
+from recoup.snapshot.places import Snapshot
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -33,7 +43,8 @@ except ImportError:
 
 __all__ = ["RecoupCallback", "fit_trainer"]
 
-_logger = logging.get_logger("transformers.recoup")
+_logger: Any = logging.get_logger("transformers.recoup")
+_DATA = ("train_dataset", "eval_dataset")
 
 
 class RecoupCallback(FittingCallback, TrainerCallback):
@@ -48,6 +59,7 @@ class RecoupCallback(FittingCallback, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Fits the model; everything that `recoup.fit` raises ends the training before it begins."""
         trainer = (self._trainer and self._trainer()) or _trainer_around()
+        _remove_pilot(trainer)
         checkpoints = getattr(trainer.model, "is_gradient_checkpointing", False)
         if checkpoints:
             trainer.model.gradient_checkpointing_disable()
@@ -62,39 +74,78 @@ class RecoupCallback(FittingCallback, TrainerCallback):
             _logger.warning(
                 "gradient_checkpointing=True is replaced by recoup's plan, which decides what to recompute."
             )
-        _logger.info(headline(self.fitted))
+        for line in headlines(self.fitted):
+            _logger.info(line)
         trainer.log(figures(self.fitted))
         if state.is_world_process_zero and args.output_dir is not None:
             write_outcome(self.fitted, args.output_dir)
+        pilot = self.make_pilot(self.fitted, trainer.optimizer, _logger)
+        if pilot is not None:
+            trainer.training_step = _PilotedStep(trainer, pilot, args)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Ends the autopilot, whose summary is logged."""
+        if self.pilot is not None:
+            _remove_pilot((self._trainer and self._trainer()) or _trainer_around())
+            self.pilot.close()
 
     def _fit(self, trainer: Any, args: Any, loader: Any) -> None:
         # The size is smaller than the arguments' where one is looked for.
-        batch = self.batch_to_plan_for(loader, batch_size=trainer.state.train_batch_size)
+        batches = self.batches_to_plan_for(loader, batch_size=trainer.state.train_batch_size)
         model = trainer.model_wrapped
         model.train()
         num_steps = args.gradient_accumulation_steps
         trainer.current_gradient_accumulation_steps = num_steps  # which the loop sets before every step
-        [batch], num_items = trainer.get_batch_samples(iter([batch]), 1, args.device)
+        # Each with the number of its labels.
+        samples = [trainer.get_batch_samples(iter([batch]), 1, args.device) for batch in batches]
 
-        def step() -> None:
+        def step(sample: tuple[list[Any], Any]) -> None:
+            [batch], num_items = sample
             trainer.training_step(model, copy.copy(batch), num_items)
 
-        too_large = as_out_of_memory() if args.auto_find_batch_size else nullcontext()
         with (
             showing(not args.disable_tqdm),
-            too_large,
+            _too_large(args),
             attributes_held(trainer),
             attributes_held(trainer.state),
         ):
             trainer.log = _drop  # what a step logs while it is measured
-            self.fitted = fit(
-                model,
-                step=step,
-                budget=self.budget,
-                optimizer=trainer.optimizer,
-                accumulates=num_steps > 1,
-                **self.options,
-            )
+            self.fit_batches(model, step, samples, optimizer=trainer.optimizer, accumulates=num_steps > 1)
+
+
+def _too_large(args: Any) -> AbstractContextManager[None]:
+    return as_out_of_memory() if args.auto_find_batch_size else nullcontext()
+
+
+class _PilotedStep:
+    """Takes the place of a trainer's step by NOTE [ The trainer's step under the autopilot ]."""
+
+    def __init__(self, trainer: Any, pilot: Autopilot, args: Any) -> None:
+        self.own_step = trainer.training_step
+        self._trainer, self._pilot, self._args = trainer, pilot, args
+
+    def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def step() -> Any:
+            return self.own_step(model, copy.copy(inputs), *args, **kwargs)
+
+        with _too_large(self._args):
+            return run_piloted(self._pilot, step, _hold(self._trainer))
+
+
+def _remove_pilot(trainer: Any) -> None:
+    installed = vars(trainer).get("training_step")
+    if isinstance(installed, _PilotedStep):
+        del trainer.training_step
+        if trainer.training_step != installed.own_step:  # which somebody else has put there
+            trainer.training_step = installed.own_step
+
+
+def _hold(trainer: Any) -> Snapshot:
+    attributes = vars(trainer)
+    held = hold_containers(value for name, value in attributes.items() if name not in _DATA)
+    held.add(attributes)
+    held.add(trainer.state.log_history)
+    return held
 
 
 def _drop(*args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recoup.engines import apply
-from recoup.engines.by_size import size_in_words
+from recoup.engines.by_size import batch_in_words
 from recoup.engines.eager import picked_size
 from recoup.fitting import Fitted
 from recoup.piloting.choose import is_worth_it, smaller_plan
@@ -76,7 +76,7 @@ class _SeveralPlans(InForce):
 
     @property
     def batch(self) -> str:
-        return size_in_words(self.by_size, self._size)
+        return batch_in_words(self.by_size, self._size)
 
     def shrink(self, usable_bytes: int, num_failures: int, *, has_failed: bool = True) -> None:
         chosen = self.plan

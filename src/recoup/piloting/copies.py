@@ -59,6 +59,10 @@ class Copies:
         """Lets the tensors go; the memory of their copies stays for the next ones."""
         self._tensors = []
 
+    def free(self) -> None:
+        """Frees the memory of the copies."""
+        self._tensors, self._kept = [], []
+
     def _room_for(self, tensor: Tensor, kept: Tensor | None) -> Tensor:
         device = torch.device("cpu") if self._on_host else tensor.device
         if kept is not None and (kept.shape, kept.dtype, kept.device) == (tensor.shape, tensor.dtype, device):

@@ -62,6 +62,10 @@ class HeldGradients:
             parameter.grad = None if held is None else _restored(held)
         self._held = []
 
+    def free_copies(self) -> None:
+        """Frees the memory of copies."""
+        self._copies.free()
+
     def forget(self) -> None:
         """After a step that ended."""
         self._held = []

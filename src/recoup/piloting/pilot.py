@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import Logger
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -56,6 +57,7 @@ def autopilot(
     patience: int = _PATIENCE,
     tracker: MemoryTracker | None = None,
     together: Any = True,
+    logger: Logger = LOGGER,
 ) -> Autopilot:
     """Runs training steps that survive out-of-memory errors: each is repeated under a smaller plan.
 
@@ -69,6 +71,7 @@ def autopilot(
         tracker: whose limit stands for the device's memory, for tests on the CPU.
         together: where `torch.distributed` is initialized, all ranks make an autopilot and call `step` equally often;
             as for `recoup.fit`.
+        logger: what events and the summary are logged to; unless given, ``recoup.autopilot``.
 
     Raises:
         FitError: the model is wrapped in a way in which a rank that fails alone cannot be waited for.
@@ -86,7 +89,9 @@ def autopilot(
     >>> pilot.summary()
     '3 steps, none out of memory.'
     """
-    return Autopilot(fitted, optimizer, model, patience=patience, tracker=tracker, together=together)
+    return Autopilot(
+        fitted, optimizer, model, patience=patience, tracker=tracker, together=together, logger=logger
+    )
 
 
 class Autopilot:
@@ -106,7 +111,9 @@ class Autopilot:
         patience: int,
         tracker: MemoryTracker | None,
         together: Any,
+        logger: Logger = LOGGER,
     ) -> None:
+        self._logger = logger
         self.events: list[Event] = []
         self.num_steps = 0
         self._optimizers = read_optimizers(optimizer)
@@ -231,7 +238,7 @@ class Autopilot:
             batch=self._in_force.batch,
         )
         self.events.append(event)
-        LOGGER.log(30 if kind == "out of memory" else 20, "%s", event)
+        self._logger.log(30 if kind == "out of memory" else 20, "%s", event)
 
     def _usable_bytes(self) -> int:
         """What a whole step could peak at now: its own bytes that live already, and what is free."""
@@ -295,10 +302,11 @@ class Autopilot:
         return summarize(self.events, self.num_steps, self._slower_steps, self._slower_s)
 
     def close(self) -> None:
-        """Logs the summary, once. The model keeps its plan."""
+        """Logs the summary, once, and frees what failures would put back. The model keeps its plan."""
         if not self._is_closed:
             self._is_closed = True
-            LOGGER.info("%s", self.summary())
+            self._logger.info("%s", self.summary())
+            self._state.free_copies()
 
     def __enter__(self) -> Autopilot:
         return self

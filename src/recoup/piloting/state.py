@@ -151,6 +151,12 @@ class StepState:
         self._gradients.forget()
         self._forget()
 
+    def free_copies(self) -> None:
+        """Frees the memory of copies, which is used again from step to step."""
+        self._gradients.free_copies()
+        self._small.free()
+        self._large.free()
+
     def _forget(self) -> None:
         self._small.drop()
         self._large.drop()
