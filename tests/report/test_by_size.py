@@ -91,6 +91,14 @@ def test_the_race_of_the_largest_alone_is_noted() -> None:
     assert "largest batch" not in to_text(replace(one, verification=replace(one.verification, race=race)))
 
 
+def test_sizes_without_a_real_step_are_named() -> None:
+    made = make_sized_subject()
+    assert "No real step" not in to_text(made)
+    assert "No real step" not in to_text(make_sized_subject(is_verified=False))
+    text = " ".join(to_text(replace(made, sizes=made.sizes[:1])).split())
+    assert "No real step was run under the plan for 100: steps passed the budget" in text
+
+
 @pytest.mark.parametrize("num_blocks", [3, 8])
 def test_treatments_are_those_of_the_plan(num_blocks: int) -> None:
     for one in make_plans(num_blocks=num_blocks, share=0.5).ranges:

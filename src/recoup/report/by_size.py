@@ -104,6 +104,13 @@ def notes_on_sizes(subject: Subject) -> Iterator[str]:
             "Only plans for the largest batch were raced. Those for smaller ones are chosen by their predicted seconds,"
             " which are corrected by that race."
         )
+    seen = {step.size for step in real_steps(subject)}
+    missing = [size_in_words(size) for size in plans.profiles.sizes if seen and size not in seen]
+    if missing:
+        yield (
+            f"No real step was run under the plan for {', '.join(missing)}: steps passed the budget under plans before"
+            " it, and it was made with the bytes that these missed."
+        )
 
 
 def axes_in_words(plans: PlansBySize) -> str:

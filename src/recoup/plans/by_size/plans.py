@@ -204,9 +204,10 @@ def plans_by_size(profiles: SizedProfiles, chosen: ModelPlan) -> PlansBySize:
 
     Args:
         profiles: of the measured sizes.
-        chosen: the plan for the largest of them.
+        chosen: the plan for one of them, the largest sample. Another may be the largest by volume.
     """
-    return PlansBySize(profiles, chosen.budget_bytes, _ladder(profiles, chosen), {profiles.sizes[-1]: chosen})
+    known = {profiles.size_of(chosen.profile): chosen}
+    return PlansBySize(profiles, chosen.budget_bytes, _ladder(profiles, chosen), known)
 
 
 def _ladder(profiles: SizedProfiles, chosen: ModelPlan) -> tuple[Schedule, ...]:
