@@ -147,6 +147,12 @@ class UnitGraph:
         resident = set(self.resident)
         return tuple(self.labels[self.makers[value]] for value in values if value not in resident)
 
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of the results of the operations named."""
+        wanted = set(names)
+        makers = zip(self.makers, self.value_bytes, strict=True)
+        return sum(num_bytes for node, num_bytes in makers if self.labels[node] in wanted)
+
     def saved_by(self, forward: GraphModule, num_outputs: int) -> tuple[str, ...]:
         """The names of the operations whose results a forward returns for its backward."""
         outputs = forward.graph.find_nodes(op="output")[0].args[0][num_outputs:]

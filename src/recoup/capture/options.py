@@ -12,7 +12,7 @@ from recoup.capture.cut import Cut
 from recoup.capture.graph import UnitGraph
 from recoup.planning.graphs.hold import HoldPoint, hold_frontier
 
-__all__ = ["cuts_of"]
+__all__ = ["cuts_of", "recompute_s"]
 
 _MOST_CUTS = 4
 _FUSED_SHARE = 0.1
@@ -28,9 +28,8 @@ def cuts_of(
     """The engine's own cut, then corners of the frontier, from the most bytes to the fewest."""
 
     def price(node: Node) -> float:
-        share = _FUSED_SHARE if engine == "compiled" and _is_fused(node) else 1.0
-        seconds = graph.seconds[node.name] = seconds_of(node)
-        return share * seconds
+        graph.seconds[node.name] = seconds_of(node)
+        return _price(graph, node, engine)
 
     frontier = hold_frontier(graph.to_planner(price))
     own = Cut(engine, graph.digest, settings=settings, draws=graph.draws)
@@ -38,6 +37,18 @@ def cuts_of(
     corners = _spread(frontier.points, _MOST_CUTS)[1:]
     held = [graph.names(frontier.held(index)) for index in corners]
     return [own, *(replace(own, saves=saves, number=number) for number, saves in enumerate(held, start=1))]
+
+
+def recompute_s(graph: UnitGraph, cut: Cut) -> float:
+    """Seconds of what a cut's backward runs again, as `cuts_of` has priced it."""
+    _, again = graph.recomputed(graph.own_saves if cut.saves is None else cut.saves)
+    return sum(_price(graph, node, cut.engine) for node in again)
+
+
+def _price(graph: UnitGraph, node: Node, engine: str) -> float:
+    """Views, which are not among the graph's operations, take no time."""
+    share = _FUSED_SHARE if engine == "compiled" and _is_fused(node) else 1.0
+    return share * graph.seconds.get(node.name, 0.0)
 
 
 def _is_fused(node: Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from recoup.errors import (
     VerificationError,
 )
 from recoup.fitting.by_size import fit_sizes, measure_like
+from recoup.measuring.choosing import Choice
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.calls import watch_calls
 from recoup.model.slices import find_module
@@ -38,6 +40,7 @@ from recoup.plans.model_plan import tightest
 from recoup.plans.profile import Profile
 from recoup.plans.refusal import refusal
 from recoup.plans.rivals import plan_with_rivals
+from recoup.plans.tree import leaves_of
 from recoup.plans.usable_bytes import smallest_budget
 from recoup.progress import note
 
@@ -81,6 +84,7 @@ class Fitting:
         self.races = races and num_processes() == 1 and in_flight == 1
         self.in_flight = in_flight
         self.engine, self.settings = "eager", settings
+        self._budget_bytes = 0
         self._pricing: dict[str, Pricing] = {}
 
     def run_engines(
@@ -142,6 +146,7 @@ class Fitting:
             BudgetError: nothing fits; the budget that it names was verified where a step could be run.
         """
         tried: list[tuple[Profile, Audit]] = []
+        self._budget_bytes = budget_bytes
         for profile, audit in self._profiles(units):
             tried.append((profile, audit))
             note("planning", 0, 1)
@@ -219,7 +224,20 @@ class Fitting:
             audit = audit_step(self.step, measurement.units, only=measurement.distinct_calls)
             found = {} if self.insist else audit.unsafe
             unsafe = {name: why for reasons in self.ranks.gathered(found) for name, why in reasons.items()}
-            return measure_step(measurement, accumulates=self.accumulates, unsafe=unsafe), audit
+            # All ranks have to measure the same recipes, and several forwards in flight are planned by a frontier.
+            is_chosen = self.engine != "eager" and self.ranks.size == 1 and self.in_flight == 1
+            choose = self._choose if is_chosen else None
+            return measure_step(
+                measurement, accumulates=self.accumulates, unsafe=unsafe, choose=choose
+            ), audit
+
+    def _choose(self, measured: Measured) -> Choice | None:
+        """What a plan for the budget would use; ``None`` where that is too small."""
+        try:
+            chosen = plan(measured.profile(self.holds_output is not False), self._budget_bytes)
+        except BudgetError:
+            return None
+        return Choice(chosen.predicted_s, Counter(chosen.recipe(leaf) for leaf in leaves_of(chosen.items)))
 
     def _profiles_of(self, measured: Measured, holds_output: bool) -> Iterator[Profile]:
         """For all ranks. Where units gather their parameters, first without segments of them, then with."""

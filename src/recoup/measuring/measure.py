@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from recoup.capture.seconds import OperationSeconds
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.errors import CaptureError, CheckpointError, SampleError
+from recoup.measuring.choosing import Choice, Choose, worth_compiling
+from recoup.measuring.costs_by_kind import CostsByKind, Kind
 from recoup.measuring.estimate import (
     Cluster,
     Hardware,
@@ -27,22 +29,15 @@ from recoup.measuring.estimate import (
 from recoup.measuring.largest import largest_costs, slowest_inside
 from recoup.measuring.measured import Measured
 from recoup.measuring.optimizer.cost import OptimizerCost, joint_cost, optimizer_cost
-from recoup.measuring.problem.costs import CodeSeconds, RecipeCosts, StepCosts
+from recoup.measuring.problem.costs import CodeSeconds
 from recoup.measuring.residents import find_residents
 from recoup.measuring.stream.passes import Passes
 from recoup.measuring.stream.structure import SeenCall, Structure
 from recoup.measuring.stream.timing import time_inside
-from recoup.measuring.unit.captured import captured_recipes
-from recoup.measuring.unit.one_unit import (
-    CallBytes,
-    CallTiming,
-    Gradients,
-    forward_and_backward,
-    measure_bytes,
-    time_call,
-)
+from recoup.measuring.unit.captured import captured_recipes, is_further_cut, run_once
+from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
 from recoup.measuring.unit.pace import ESTIMATED_PACE, USUAL_PACE, Pace, find_pace, time_plain_step
-from recoup.measuring.unit.recipes import Effort, large_behaviours, useful_recipes
+from recoup.measuring.unit.recipes import Effort, large_behaviours
 from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.conditions import recording
 from recoup.model.optimizers import Optimizers
@@ -60,8 +55,6 @@ from recoup.progress import note
 __all__ = ["Measured", "Measurement", "begin_measurement", "measure", "measure_step"]
 
 _T = TypeVar("_T")
-_Kind = Any
-"""`SeenCall.cost_key`: calls with the same one share all measurements."""
 
 
 def measure(
@@ -171,6 +164,7 @@ def measure_step(
     accumulates: bool,
     unsafe: Mapping[str, str],
     like: Profile | None = None,
+    choose: Choose | None = None,
 ) -> Measured:
     """The other passes of `measure`.
 
@@ -179,11 +173,13 @@ def measure_step(
         accumulates: gradients are there when a step begins.
         unsafe: by unit name, why it must be kept whatever the budget; it holds for all units of the same behaviour.
         like: the same step with another sample: all of its recipes are measured, and no others.
+        choose: says which recipes a plan would use. With it, of the cuts of captured units only those are compiled and
+            measured that a plan would use, by what is foreseen of their bytes and seconds.
 
     Raises:
         SampleError: the step is not like that one.
     """
-    measurement.like = like
+    measurement.like, measurement.choose = like, choose
     with measurement.step.plain():
         return measurement.run(accumulates, unsafe)
 
@@ -224,6 +220,7 @@ class Measurement:
         self.step, self.optimizer, self.meter = step, optimizer, meter
         self.engine, self.settings = engine, settings
         self.like: Profile | None = None
+        self.choose: Choose | None = None
         _progress(0)
         self.passes = Passes(step, meter, wanted)
         self.allocated_bytes = meter.begin() if meter.sees_residents else 0
@@ -259,66 +256,112 @@ class Measurement:
             }
             uncaptured = self._capture(timed, recipes) if self.engine != "eager" else {}
         _progress(3)
-        sizes = self._measure_bytes(first, recipes, accumulates)
-        _progress(4)
-        for kind, index in first.items():
-            # A recipe that did not fit at the call that is timed, but fits here, is timed here.
-            if not sizes[kind].keys() <= sizes[calls[timed[kind]].cost_key].keys():
-                timed[kind] = index
-        warm_s, timings = self._time_calls(timed, sizes, effort)
-        sizes, timings = largest_costs(step.ranks, sizes, timings)
-        code_s = tuple(map(_faster, cold_s, warm_s))
-        residents = find_residents(step, self.optimizer, self.meter, self.allocated_bytes)
-        pace = self._pace(sizes, timings, code_s, residents.gradient_bytes)
+        found = CostsByKind(
+            self.structure, first, timed, effort, accumulates, unsafe, inside_s, uncaptured, recipes
+        )
+        found.in_order = self.like is not None
+        if self.choose is not None:
+            found.later = {kind: list(filter(is_further_cut, own)) for kind, own in recipes.items()}
+            found.recipes = {
+                kind: [recipe for recipe in own if not is_further_cut(recipe)]
+                for kind, own in recipes.items()
+            }
+        warm_s = self._measure_recipes(found, found.recipes)
+        found.code_s = tuple(map(_faster, cold_s, warm_s))
+        found.residents = find_residents(step, self.optimizer, self.meter, self.allocated_bytes)
+        found.pace = self._pace(found)
+        found.conditions = recorder.conditions
         _progress(5)
-        useful = {
-            kind: _useful(
-                sizes[kind],
-                timings[kind],
-                pace,
-                inside_s.get(index, {}),
-                in_order=recipes[kind] if self.like else None,
-            )
-            for kind, index in timed.items()
-        }
-        options = tuple(
-            tuple(
-                option for option in useful[seen.cost_key] if option.recipe.is_kept or seen.name not in unsafe
-            )
-            for seen in calls
-        )
-        once = frozenset(
-            index
-            for index, seen in enumerate(calls)
-            if seen.name in unsafe or _cannot_replay(recipes[seen.cost_key], sizes[seen.cost_key])
-        )
-        copied_bytes = tuple(_copied_bytes(sizes[seen.cost_key]) for seen in calls)
-        costs = StepCosts(self.structure, options, code_s, residents, accumulates, once, copied_bytes)
-        conditions = recorder.conditions
+        if self.choose is not None and any(found.later.values()):
+            self._measure_chosen(found, self.choose)
+        return self._put_together(found)
+
+    def _put_together(self, found: CostsByKind) -> Measured:
+        names, groups = unit_names(self.step.model, self.units), self.step.shards.groups()
+        conditions = found.conditions
         if conditions is not None:
             conditions = replace(conditions, stale_gradients=self.structure.has_stale)
-        names = unit_names(step.model, self.units)
-        groups = step.shards.groups()
         return Measured(
-            step.model, self.meter, costs, unsafe, names, conditions, uncaptured, self.engine, groups
+            self.step.model,
+            self.meter,
+            found.costs(),
+            found.unsafe,
+            names,
+            conditions,
+            found.uncaptured,
+            self.engine,
+            groups,
         )
+
+    def _measure_chosen(self, found: CostsByKind, choose: Choose) -> None:
+        """Compiles and measures the cuts that are worth it; all of them where nothing fits with those."""
+
+        def plan(found: CostsByKind) -> Choice | None:
+            return choose(self._put_together(found))
+
+        self._measure_later(found, worth_compiling(found, plan))
+        if any(found.later.values()) and plan(found) is None:
+            self._measure_later(found, None)
+
+    def _measure_later(self, found: CostsByKind, chosen: Collection[Recipe] | None) -> None:
+        """Compiles and measures those of the recipes that were left for later, or all of them."""
+        new: dict[Kind, list[Recipe]] = {}
+        for kind, own in found.later.items():
+            # Of a unit that does not fit under its own cut nothing is foreseen.
+            is_taken = chosen is None or found.own_cut(kind) is None
+            if taken := [recipe for recipe in own if is_taken or recipe in (chosen or ())]:
+                new[kind] = taken
+        if not new:
+            return
+        at_call: dict[int, set[Recipe]] = {}
+        for kind, own in new.items():
+            at_call.setdefault(found.timed[kind], set()).update(own)
+
+        def compile_at(call: UnitCall) -> None:
+            run_once(call, at_call[call.index], self.calls[call.index].wanted)
+
+        self.passes.visit(at_call, compile_at)
+        for kind, own in new.items():
+            found.recipes[kind] = [*found.recipes[kind], *own]
+            found.later[kind] = [recipe for recipe in found.later[kind] if recipe not in own]
+        # With those that were measured before: what is compared is timed in turn.
+        self._measure_recipes(found, {kind: found.recipes[kind] for kind in new})
+
+    def _measure_recipes(
+        self, found: CostsByKind, recipes: Mapping[Kind, Sequence[Recipe]]
+    ) -> list[CodeSeconds]:
+        """Finds bytes and seconds of some kinds' recipes, for all ranks; returns those of the code between units."""
+        sizes = self._measure_bytes({kind: found.first[kind] for kind in recipes}, recipes, found.accumulates)
+        _progress(4)
+        for kind, own in sizes.items():
+            # A recipe that did not fit at the call that is timed, but fits here, is timed here.
+            if not own.keys() <= sizes[self.calls[found.timed[kind]].cost_key].keys():
+                found.timed[kind] = found.first[kind]
+        timed = {kind: found.timed[kind] for kind in recipes}
+        code_s, timings = self._time_calls(timed, sizes, found.effort)
+        sizes, timings = largest_costs(self.step.ranks, sizes, timings)
+        found.sizes |= sizes
+        found.timings |= timings
+        return code_s
 
     def _time_inside(self, call: UnitCall) -> dict[str, float]:
         modules = self.passes.inside[call.module]
         time_inside(call, modules, self.meter)  # warm-up
         return time_inside(call, modules, self.meter)
 
-    def _capture(self, timed: Mapping[_Kind, int], recipes: dict[_Kind, list[Recipe]]) -> dict[str, str]:
+    def _capture(self, timed: Mapping[Kind, int], recipes: dict[Kind, list[Recipe]]) -> dict[str, str]:
         """Replaces recipes by those of captured units; returns, by unit name, why units could not be captured."""
         seconds = OperationSeconds(self.meter)
 
         def see(call: UnitCall) -> list[Recipe] | str:
+            wanted = self.calls[call.index].wanted
             try:
-                return captured_recipes(
-                    call, self.engine, seconds, self.calls[call.index].wanted, self.settings
-                )
+                found = captured_recipes(call, self.engine, seconds, wanted, self.settings)
             except CaptureError as error:
                 return str(error)
+            if self.choose is None:
+                run_once(call, filter(is_further_cut, found), wanted)
+            return found
 
         # What its own code saves counts as well: a unit need not call modules to be worth capturing.
         large = large_behaviours((seen.behaviour, seen.saved_bytes) for seen in self.calls)
@@ -333,16 +376,15 @@ class Measurement:
                 recipes[kind] = result if len(recipes[kind]) > 1 else result[:1]
         return reasons
 
-    def _warm_up(self, recipes: Mapping[_Kind, Sequence[Recipe]], call: UnitCall) -> None:
+    def _warm_up(self, recipes: Mapping[Kind, Iterable[Recipe]], call: UnitCall) -> None:
         """Runs captured recipes once: under a meter, nothing can be compiled."""
-        for recipe in recipes[self.calls[call.index].cost_key]:
-            if recipe.cut is not None:
-                for part in forward_and_backward(call, recipe, self.calls[call.index].wanted):
-                    part()
+        seen = self.calls[call.index]
+        captured = [recipe for recipe in recipes[seen.cost_key] if recipe.cut is not None]
+        run_once(call, captured, seen.wanted)
 
     def _measure_bytes(
-        self, first: Mapping[_Kind, int], recipes: Mapping[_Kind, Sequence[Recipe]], accumulates: bool
-    ) -> dict[_Kind, dict[Recipe, CallBytes]]:
+        self, first: Mapping[Kind, int], recipes: Mapping[Kind, Sequence[Recipe]], accumulates: bool
+    ) -> dict[Kind, dict[Recipe, CallBytes]]:
         def measure(call: UnitCall) -> dict[Recipe, CallBytes]:
             seen = self.calls[call.index]
             gradients = Gradients.ACCUMULATED if accumulates else Gradients.NONE
@@ -387,10 +429,10 @@ class Measurement:
 
     def _time_calls(
         self,
-        timed: Mapping[_Kind, int],
-        sizes: Mapping[_Kind, Mapping[Recipe, CallBytes]],
+        timed: Mapping[Kind, int],
+        sizes: Mapping[Kind, Mapping[Recipe, CallBytes]],
         effort: Effort,
-    ) -> tuple[list[CodeSeconds], dict[_Kind, dict[Recipe, CallTiming]]]:
+    ) -> tuple[list[CodeSeconds], dict[Kind, dict[Recipe, CallTiming]]]:
         def measure(call: UnitCall) -> dict[Recipe, CallTiming]:
             seen = self.calls[call.index]
             recipes, repeats = list(sizes[seen.cost_key]), effort.repeats_of(seen)
@@ -405,34 +447,32 @@ class Measurement:
             for kind, index in timed.items()
         }
 
-    def _inner_forwards(self, recipes: Mapping[_Kind, Iterable[Recipe]]) -> Any:
+    def _inner_forwards(self, recipes: Mapping[Kind, Iterable[Recipe]]) -> Any:
         # Not in captured units: the compiler would capture these stand-ins too.
-        units = {seen.module for seen in self.calls if any(recipe.inner for recipe in recipes[seen.cost_key])}
+        units = {
+            seen.module
+            for seen in self.calls
+            if any(recipe.inner for recipe in recipes.get(seen.cost_key, ()))
+        }
         modules = {module for unit in units for module in self.passes.inside[unit]}
         return intercepted({module: InnerForward(module) for module in modules})
 
-    def _pace(
-        self,
-        sizes: Mapping[_Kind, Mapping[Recipe, CallBytes]],
-        timings: Mapping[_Kind, Mapping[Recipe, CallTiming]],
-        code_seconds: Sequence[CodeSeconds],
-        gradient_bytes: int,
-    ) -> Pace:
+    def _pace(self, found: CostsByKind) -> Pace:
         if self.meter.is_estimate:
             return ESTIMATED_PACE
         kinds = [seen.cost_key for seen in self.calls]
         # Units by themselves would be captured, but the plain step is eager.
-        if not all(KEEP in timings[kind] for kind in kinds):
+        if not all(KEEP in found.timings[kind] for kind in kinds):
             return USUAL_PACE
-        kept = [sizes[kind][KEEP] for kind in kinds]
-        plain_bytes = _plain_step_bytes(self.structure, kept) + gradient_bytes
+        kept = [found.sizes[kind][KEEP] for kind in kinds]
+        plain_bytes = _plain_step_bytes(self.structure, kept) + found.residents.gradient_bytes
 
         def time_step() -> Timing | None:
             self.passes.put_back_random_state()
             return time_plain_step(self.step, self.meter, plain_bytes)
 
-        code_s = sum(code.forward_s + code.backward_s for code in code_seconds)
-        return find_pace([timings[kind][KEEP] for kind in kinds], code_s, time_step)
+        code_s = sum(code.forward_s + code.backward_s for code in found.code_s)
+        return find_pace([found.timings[kind][KEEP] for kind in kinds], code_s, time_step)
 
 
 def _progress(num_done: int) -> None:
@@ -454,22 +494,9 @@ def _plain_step_bytes(structure: Structure, kept: Sequence[CallBytes]) -> int:
     return held_bytes + saved_bytes + max(peaks)
 
 
-def _useful(
-    sizes: Mapping[Recipe, CallBytes],
-    timings: Mapping[Recipe, CallTiming],
-    pace: Pace,
-    inside_s: Mapping[str, float],
-    *,
-    in_order: Sequence[Recipe] | None,
-) -> list[RecipeCosts]:
-    keep = next((timing for recipe, timing in timings.items() if recipe.is_kept), None)
-    seconds = {recipe: pace.seconds(timing, keep) for recipe, timing in timings.items()}
-    return useful_recipes({recipe: sizes[recipe] for recipe in seconds}, seconds, inside_s, in_order)
-
-
 def _recipes_of(
-    like: Profile, calls: Sequence[SeenCall], timed: Mapping[_Kind, int]
-) -> tuple[dict[_Kind, list[Recipe]], dict[str, str]]:
+    like: Profile, calls: Sequence[SeenCall], timed: Mapping[Kind, int]
+) -> tuple[dict[Kind, list[Recipe]], dict[str, str]]:
     """The recipes of a profile for each kind of call; and, by unit name, why units run eagerly."""
     units = {unit.name: unit for unit in like.units if not unit.is_code}
     if [seen.name for seen in calls] != list(units):
@@ -489,23 +516,13 @@ def _first_indices(values: Iterable[_T]) -> dict[_T, int]:
     return first
 
 
-def _timed_indices(calls: Sequence[SeenCall], first: Mapping[_Kind, int]) -> dict[_Kind, int]:
+def _timed_indices(calls: Sequence[SeenCall], first: Mapping[Kind, int]) -> dict[Kind, int]:
     """For each kind the call that is timed: one for all kinds of the same behaviour, whose bytes alone differ."""
     timed: dict[Any, int] = {}
     return {
         kind: timed.setdefault((calls[index].behaviour, calls[index].wanted), index)
         for kind, index in first.items()
     }
-
-
-def _copied_bytes(sizes: Mapping[Recipe, CallBytes]) -> int:
-    """What a replay of the whole unit leaves."""
-    return min((size.held_bytes for recipe, size in sizes.items() if recipe.whole), default=0)
-
-
-def _cannot_replay(tried: Iterable[Recipe], found: Iterable[Recipe]) -> bool:
-    """Whether replays of the whole unit were tried, and all failed."""
-    return any(recipe.whole for recipe in tried) and not any(recipe.whole for recipe in found)
 
 
 def _faster(first: CodeSeconds, second: CodeSeconds) -> CodeSeconds:

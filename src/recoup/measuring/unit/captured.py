@@ -1,8 +1,8 @@
-"""The recipes of a captured unit: cuts of its graph, each of which has run once."""
+"""The recipes of a captured unit: cuts of its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.fx import Node
 
@@ -14,7 +14,7 @@ from recoup.model.cut_graph import gradients_from, seeded
 from recoup.model.recipe import KEEP, Recipe, run_recipe, unwrapped
 from recoup.model.streaming import UnitCall
 
-__all__ = ["captured_recipes"]
+__all__ = ["captured_recipes", "is_further_cut", "run_once"]
 
 
 def captured_recipes(
@@ -24,9 +24,7 @@ def captured_recipes(
     wanted: Sequence[bool] | None,
     settings: str = "",
 ) -> list[Recipe]:
-    """The cuts that are worth measuring, and the first of them recomputed as a whole.
-
-    Each runs once: under a meter, nothing can be compiled.
+    """The cuts that are worth measuring, and the first of them recomputed as a whole. Only the first has run.
 
     Args:
         call: to capture.
@@ -45,10 +43,22 @@ def captured_recipes(
         raise CaptureError(
             f"{min(new)} gets no gradient in the step, and would get zeros, which optimizers treat otherwise"
         )
-    for recipe in recipes[1:]:
-        for part in forward_and_backward(call, recipe):
-            part()
     return [*recipes, Recipe(whole=True, cut=recipes[0].cut)]
+
+
+def is_further_cut(recipe: Recipe) -> bool:
+    """Whether a recipe has another cut than the engine's own, and so code of its own."""
+    return recipe.cut is not None and recipe.cut.saves is not None
+
+
+def run_once(call: UnitCall, recipes: Iterable[Recipe], wanted: Sequence[bool] | None) -> None:
+    """Lets the compiler compile a call under some recipes: under a meter, it cannot.
+
+    ``wanted`` is as for `captured_recipes`.
+    """
+    for recipe in recipes:
+        for part in forward_and_backward(call, recipe, wanted):
+            part()
 
 
 def _with_gradient(call: UnitCall, recipe: Recipe, wanted: Sequence[bool] | None) -> set[str]:
