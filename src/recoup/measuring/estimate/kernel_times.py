@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,9 @@ from recoup.torch_private import TorchDispatchMode
 __all__ = ["OperationTimer", "host_seconds", "same_random_numbers", "sample_kernels"]
 
 _NUM_LAUNCHES = 4
-_LONG_S = 1e-3
-_NUM_STEPS = 7
+_LONG_S = 5e-4
+"""An operation that ideally takes longer is timed once."""
+_NUM_STEPS = 15
 
 
 class OperationTimer(TorchDispatchMode):
@@ -56,28 +56,29 @@ class OperationTimer(TorchDispatchMode):
         if key not in self._seen:
             self._seen[key] = len(self.samples)
             size_s = ideal_s(func, args, kwargs, result, self._peaks)
-            self.samples.append(KernelSample(kind, size_s, self._seconds(func, args, kwargs), what))
+            seconds = self._seconds(func, args, kwargs, is_long=size_s > _LONG_S)
+            self.samples.append(KernelSample(kind, size_s, seconds, what))
             self.counts.append(0)
         self.counts[self._seen[key]] += 1
         return result
 
-    def _seconds(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> float:
+    def _seconds(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, *, is_long: bool
+    ) -> float:
         # Copies of what the operation writes: its result is used afterwards.
         args = tuple(
             value.clone() if written and isinstance(value, Tensor) else value
             for value, written in zip(args, _written(func, len(args)), strict=True)
         )
 
-        def time_launches(num: int, repeats: int) -> float:
-            def run() -> None:
-                for _ in range(num):
-                    func(*args, **kwargs)
-
-            return self._meter.time(lambda: [run], repeats=repeats, warm_up=1)[0].device_s / num
-
-        seconds = time_launches(1, 1)
         # Stamps around a short operation take part of its time.
-        return seconds if seconds > _LONG_S else time_launches(_NUM_LAUNCHES, 3)
+        num = 1 if is_long else _NUM_LAUNCHES
+
+        def run() -> None:
+            for _ in range(num):
+                func(*args, **kwargs)
+
+        return self._meter.time(lambda: [run], repeats=1 if is_long else 3, warm_up=1)[0].device_s / num
 
 
 def _written(func: Any, num_args: int) -> list[bool]:
@@ -131,7 +132,8 @@ def host_seconds(device: torch.device) -> float:
             with _Counter() as counter:
                 run()
             num_operations += counter.num_operations
-            seconds += statistics.median(_wall_s(run, device) for _ in range(_NUM_STEPS))
+            # The fastest: on a busy host, most steps wait for others.
+            seconds += min(_wall_s(run, device) for _ in range(_NUM_STEPS))
     return seconds / num_operations
 
 
