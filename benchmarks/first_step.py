@@ -52,7 +52,7 @@ class Clock(TrainerCallback):
 
 def train(small: bool, budget: int | None) -> tuple[Clock, int]:
     torch.manual_seed(0)
-    settings = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512} if small else {}
+    settings: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512} if small else {}
     model = GPT2LMHeadModel(GPT2Config(**settings))  # type: ignore[no-untyped-call]
     length, rows = (64, 4) if small else (1024, 8)
     ids = torch.randint(0, model.config.vocab_size, (rows * NUM_STEPS, length))
@@ -62,7 +62,9 @@ def train(small: bool, budget: int | None) -> tuple[Clock, int]:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=rows, max_steps=NUM_STEPS, report_to=[], save_strategy="no"
         )
-        callbacks = [clock] if budget is None else [clock, RecoupCallback(budget=budget)]
+        callbacks: list[TrainerCallback] = [clock]
+        if budget is not None:
+            callbacks.append(RecoupCallback(budget=budget))
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

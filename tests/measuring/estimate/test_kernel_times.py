@@ -85,19 +85,23 @@ class TestClasses:
         assert set(first) == {f"convolution {kind} tf32", f"convolution {kind} tf32 backward"}
         assert f"convolution {kind} tf32 channels last" in last
 
-    def test_attention(self) -> None:
-        q, k, v = (torch.ones(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    @pytest.mark.parametrize(("width", "word"), [(32, "narrow "), (64, ""), (128, "wide ")])
+    def test_attention(self, width: int, word: str) -> None:
+        q, k, v = (torch.ones(1, 2, 8, width, requires_grad=True) for _ in range(3))
         found = classes_of(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward())
         assert {name for name in found if "attention" in name} == {
-            "attention float32",
-            "attention float32 backward",
+            f"attention {word}float32",
+            f"attention {word}float32 backward",
         }
 
     def test_what_moves_bytes(self) -> None:
         x, rows = torch.ones(4, 8), torch.arange(3)
         expected = {
             "layer norm": lambda: F.layer_norm(x, (8,)),
+            "layer norm strided": lambda: F.layer_norm(x.t(), (4,)),
+            "layer norm half": lambda: F.layer_norm(x.bfloat16(), (8,)),
             "softmax": lambda: x.softmax(-1),
+            "log softmax": lambda: x.log_softmax(-1),
             "reduction": lambda: x.mean(0),
             "gather": lambda: F.embedding(rows, x),
             "scatter": lambda: x.index_add(0, rows, x[:3]),
@@ -105,11 +109,14 @@ class TestClasses:
             "copy strided": lambda: x.t().contiguous(),
             "resampling": lambda: F.max_pool2d(x[None], 2),
             "elementwise": lambda: x.lgamma(),
+            "elementwise half": lambda: x.bfloat16().neg(),
         }
         for name, run in expected.items():
             assert name in classes_of(run), name
         images = torch.ones(2, 8, 4, 4)
-        assert "batch norm" in classes_of(lambda: nn.BatchNorm2d(8)(images))
+        assert "batch norm of few" in classes_of(lambda: nn.BatchNorm2d(8)(images))
+        for channels, name in ((128, "batch norm of some"), (192, "batch norm")):
+            assert name in classes_of(lambda n=channels: nn.BatchNorm2d(n)(torch.ones(2, n, 2, 2)))
         assert "group norm" in classes_of(lambda: nn.GroupNorm(2, 8)(images))
 
 
@@ -141,6 +148,22 @@ class TestCurves:
     def test_points_that_make_no_sense(self, points: Any) -> None:
         with pytest.raises(HardwareError, match=r"class 'x': (ideal )?seconds must"):
             KernelCurve("x", points)
+
+    @pytest.mark.parametrize(
+        ("known", "asked"),
+        [
+            ("batch norm backward", "batch norm of few half backward channels last"),
+            ("attention half", "attention narrow half"),
+            ("layer norm half", "layer norm half strided"),
+            ("layer norm", "rms norm half"),
+            ("softmax", "log softmax"),
+        ],
+    )
+    def test_a_class_without_samples_is_like_a_wider_one(self, known: str, asked: str) -> None:
+        """As in files that were written when there were fewer classes."""
+        curve = KernelCurve(known, ((1.0, 2.0),))
+        assert replace(HOST, kernels=(curve,)).curve(asked) == curve
+        assert replace(HOST, kernels=(curve,)).curve("gather") is None
 
     def test_files_have_them(self, tmp_path: Path) -> None:
         hardware = replace(HOST, kernels=(CURVE,), host_s=7e-6)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["allows_tf32", "has_channels_last", "kernel_class"]
+__all__ = ["allows_tf32", "has_channels_last", "kernel_class", "wider_classes"]
 
 # By words in an operation's name; the first that occurs decides.
 _FAMILIES = (
@@ -16,7 +17,9 @@ _FAMILIES = (
     ("convolution", ("conv",)),
     ("batch norm", ("batch_norm",)),
     ("group norm", ("group_norm",)),
-    ("layer norm", ("layer_norm", "rms_norm")),
+    ("rms norm", ("rms_norm",)),
+    ("layer norm", ("layer_norm",)),
+    ("log softmax", ("log_softmax",)),
     ("softmax", ("softmax",)),
     ("resampling", ("pool", "upsample", "interpolate", "grid_sampler")),
     ("scatter", ("embedding_dense_backward", "index_put", "index_add", "scatter")),
@@ -32,7 +35,14 @@ _WHOLE_NAMES = {
 }  # fmt: skip
 _COMPUTES = ("attention", "convolution", "matmul")
 _BY_LAYOUT = ("convolution", "batch norm", "group norm", "resampling")
+_BY_STRIDES = ("copy", "layer norm")
 _HALF = (torch.bfloat16, torch.float16)
+_WIDER = (
+    (" of few", ""), (" of some", ""), (" narrow", ""), (" wide", ""), (" strided", ""), (" channels last", ""),
+    (" half", ""), ("log softmax", "softmax"), ("rms norm", "layer norm"),
+)  # fmt: skip
+# Scores cost the same whatever the width of a head; and one channel is one block of a batch norm's kernel.
+_NARROW_HEAD, _WIDE_HEAD, _FEW_CHANNELS, _SOME_CHANNELS = 32, 64, 64, 128
 
 
 def kernel_class(func: Any, args: tuple[Any, ...]) -> str:
@@ -42,22 +52,56 @@ def kernel_class(func: Any, args: tuple[Any, ...]) -> str:
     >>> kernel_class(torch.ops.aten.mm.default, (left, left))
     'matmul half'
     >>> kernel_class(torch.ops.aten.add.Tensor, (left, left))
-    'elementwise'
+    'elementwise half'
     """
     family, is_backward = _family(func)
     words = [family]
     tensors = [value for value in args if isinstance(value, Tensor)]
     if family == "convolution":
         words.append(_kind_of_convolution(tensors[1 + is_backward], args[-2] if is_backward else args[-1]))
+    if family == "attention":
+        words += _width_of_heads(tensors[0].shape[-1])
+    if family == "batch norm":
+        words += _number_of_channels(tensors[0])
     if family in _COMPUTES:
         words.append(_precision(tensors[0], family))
+    elif tensors and tensors[0].dtype in _HALF:
+        # Numbers of half the bytes take as long to compute.
+        words.append("half")
     if is_backward:
         words.append("backward")
     if family in _BY_LAYOUT and tensors and has_channels_last(tensors[0]):
         words.append("channels last")
-    if family == "copy" and tensors and not tensors[-1].is_contiguous():
+    if family in _BY_STRIDES and tensors and not _input(family, tensors, is_backward).is_contiguous():
         words.append("strided")
     return " ".join(words)
+
+
+def wider_classes(kind: str) -> Iterator[str]:
+    """A class, and those that it is a part of, the closest first.
+
+    >>> list(wider_classes("layer norm half strided"))
+    ['layer norm half strided', 'layer norm half', 'layer norm']
+    """
+    yield kind
+    for words, fewer in _WIDER:
+        if words in kind:
+            kind = kind.replace(words, fewer)
+            yield kind
+
+
+def _width_of_heads(width: int) -> list[str]:
+    return ["narrow"] if width <= _NARROW_HEAD else [] if width <= _WIDE_HEAD else ["wide"]
+
+
+def _number_of_channels(tensor: Tensor) -> list[str]:
+    number = tensor.shape[1] if tensor.dim() > 1 else 0
+    return ["of few"] if number <= _FEW_CHANNELS else ["of some"] if number <= _SOME_CHANNELS else []
+
+
+def _input(family: str, tensors: list[Tensor], is_backward: bool) -> Tensor:
+    """What was read in the forward; of copies, what is read last."""
+    return tensors[-1] if family == "copy" else tensors[min(int(is_backward), len(tensors) - 1)]
 
 
 @cache

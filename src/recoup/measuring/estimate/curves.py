@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from recoup.errors import HardwareError
 
-__all__ = ["KernelCurve", "KernelSample", "fit_curves"]
+__all__ = ["KernelCurve", "KernelSample", "bin_of", "fit_curves"]
 
 _BIN = 4.0
 """Kernels whose ideal seconds differ by less than this factor are one point of a curve."""
@@ -77,6 +77,11 @@ class KernelSample:
     what: str = ""
 
 
+def bin_of(ideal_s: float) -> int:
+    """The same number for kernels of about the same size."""
+    return math.floor(math.log(max(ideal_s, 1e-12), _BIN))
+
+
 def fit_curves(samples: Iterable[KernelSample]) -> tuple[KernelCurve, ...]:
     """A curve for each class: samples of about the same size are one point, by geometric means.
 
@@ -88,7 +93,7 @@ def fit_curves(samples: Iterable[KernelSample]) -> tuple[KernelCurve, ...]:
     bins: dict[str, dict[int, list[KernelSample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         if sample.ideal_s > 0:
-            bins[sample.kind][math.floor(math.log(sample.ideal_s, _BIN))].append(sample)
+            bins[sample.kind][bin_of(sample.ideal_s)].append(sample)
     return tuple(KernelCurve(kind, _points(bins[kind])) for kind in sorted(bins))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from recoup.devices.meter import Meter, gc_disabled, make_meter
 from recoup.measuring.estimate.classes import kernel_class
-from recoup.measuring.estimate.curves import KernelSample
+from recoup.measuring.estimate.curves import KernelSample, bin_of
 from recoup.measuring.estimate.machine import Hardware
 from recoup.measuring.estimate.probes import Probe, probes, small_probes
 from recoup.measuring.estimate.roofline import argument_tensors, ideal_s, is_free
@@ -25,19 +26,26 @@ _NUM_LAUNCHES = 4
 _LONG_S = 5e-4
 """An operation that ideally takes longer is timed once."""
 _NUM_STEPS = 15
+_MOST_ALIKE = 6
 
 
 class OperationTimer(TorchDispatchMode):
     """Times every operation that runs inside, each combination of operation and shapes once.
+
+    Args:
+        meter: of the device.
+        peaks: that ideal seconds are computed from.
+        most_alike: of operations of one class and about one size, no more than this are timed; unless given, all are.
 
     Attributes:
         samples: of all operations that were timed.
         counts: how often each of them ran, in the same order.
     """
 
-    def __init__(self, meter: Meter, peaks: Hardware) -> None:
+    def __init__(self, meter: Meter, peaks: Hardware, *, most_alike: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._meter, self._peaks = meter, peaks
+        self._meter, self._peaks, self._most_alike = meter, peaks, most_alike
+        self._alike: Counter[tuple[str, int]] = Counter()
         self._seen: dict[str, int] = {}
         self.samples: list[KernelSample] = []
         self.counts: list[int] = []
@@ -54,8 +62,12 @@ class OperationTimer(TorchDispatchMode):
         # The class says how products round, which arguments do not.
         key = f"{kind} {what}"
         if key not in self._seen:
-            self._seen[key] = len(self.samples)
             size_s = ideal_s(func, args, kwargs, result, self._peaks)
+            alike = (kind, bin_of(size_s))
+            self._alike[alike] += 1
+            if self._most_alike is not None and self._alike[alike] > self._most_alike:
+                return result
+            self._seen[key] = len(self.samples)
             seconds = self._seconds(func, args, kwargs, is_long=size_s > _LONG_S)
             self.samples.append(KernelSample(kind, size_s, seconds, what))
             self.counts.append(0)
@@ -106,7 +118,7 @@ def sample_kernels(device: torch.device, peaks: Hardware) -> list[KernelSample]:
     is_gpu = device.type == "cuda"
     # Virtual hosts may report bfloat16 instructions that then crash the process.
     dtypes = (torch.bfloat16, torch.float32) if is_gpu else (torch.float32,)
-    timer = OperationTimer(make_meter(device), peaks)
+    timer = OperationTimer(make_meter(device), peaks, most_alike=_MOST_ALIKE)
     wanted = [(probe, False) for probe in probes(dtypes, large=is_gpu)]
     if is_gpu:
         wanted += [(probe, True) for probe in probes((torch.float32,), large=True) if "decoder" in probe.name]
@@ -122,19 +134,21 @@ def sample_kernels(device: torch.device, peaks: Hardware) -> list[KernelSample]:
 
 
 def host_seconds(device: torch.device) -> float:
-    """Seconds of the host for one operation, in steps so small that the device waits for it; 0 on a host itself."""
+    """Seconds of the host for one operation, in steps so small that the device waits for it; 0 on a host itself.
+
+    Of the kinds of layers it is the smallest: those whose operations take the host longer rarely wait for it. Of steps
+    it is the fastest: on a busy host, most wait for others.
+    """
     if device.type != "cuda":
         return 0.0
-    num_operations, seconds = 0, 0.0
+    found: list[float] = []
     with same_random_numbers(device), gc_disabled():
         for probe in small_probes(torch.float32):
             run = _step_of(probe, device)
             with _Counter() as counter:
                 run()
-            num_operations += counter.num_operations
-            # The fastest: on a busy host, most steps wait for others.
-            seconds += min(_wall_s(run, device) for _ in range(_NUM_STEPS))
-    return seconds / num_operations
+            found.append(min(_wall_s(run, device) for _ in range(_NUM_STEPS)) / counter.num_operations)
+    return min(found)
 
 
 def _wall_s(run: Callable[[], None], device: torch.device) -> float:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from recoup.errors import HardwareError
+from recoup.measuring.estimate.classes import wider_classes
 from recoup.measuring.estimate.curves import KernelCurve
 from recoup.sizes import format_bytes
 
@@ -96,8 +97,8 @@ class Hardware:
         return 512 if self.device_type == "cuda" else 1
 
     def curve(self, kind: str) -> KernelCurve | None:
-        """The measured seconds of a class of kernels; ``None`` where there are none."""
-        return self._curves.get(kind)
+        """The measured seconds of a class of kernels, or of a wider one; ``None`` where there are none."""
+        return next((self._curves[name] for name in wider_classes(kind) if name in self._curves), None)
 
     @cached_property
     def _curves(self) -> dict[str, KernelCurve]:

@@ -53,6 +53,24 @@ class _Decoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
+class _Scores(nn.Module):
+    """Attention of plain products, as torch runs it where no fused kernel takes the arguments."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        scores = (q @ k.transpose(-2, -1) * 0.1).masked_fill(~mask, float("-inf"))
+        y = torch.softmax(scores, -1) @ v
+        output: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return output.square().sum()
+
+
 def _rotated(x: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * 0.6 + torch.cat([-second, first], -1) * 0.8
@@ -129,8 +147,11 @@ def probes(dtypes: tuple[torch.dtype, ...], *, large: bool) -> Iterator[Probe]:
     decoders = [(64, 2, 1, 16, 500), (128, 4, 2, 64, 1000), (256, 4, 2, 128, 2000)]
     images = [(8, 1, 16), (16, 2, 32), (32, 2, 48)]
     patches = [(64, 2, 1, 64), (192, 3, 2, 96)]
+    scores = [(64, 2, 1, 16), (256, 4, 2, 128)]
     if large:
         decoders += [(768, 12, 4, 1024, 16000), (1024, 16, 8, 2048, 32000), (4096, 32, 2, 4096, 32000)]
+        decoders += [(768, 24, 8, 1024, 16000), (512, 16, 32, 512, 8000)]
+        scores += [(768, 12, 4, 1024), (1024, 16, 4, 2048)]
         images += [(64, 16, 64), (64, 16, 256), (128, 32, 64), (256, 64, 16), (512, 64, 8)]
         patches += [(768, 12, 64, 224), (1024, 16, 32, 224)]
     for dtype in dtypes:
@@ -143,6 +164,13 @@ def probes(dtypes: tuple[torch.dtype, ...], *, large: bool) -> Iterator[Probe]:
                 f"patches {width}",
                 lambda width=width, num_heads=num_heads: _Patches(width, num_heads),  # type: ignore[misc]
                 lambda batch=batch, size=size: torch.randn(batch, 3, size, size),  # type: ignore[misc]
+                dtype,
+            )
+        for width, num_heads, batch, length in scores:
+            yield Probe(
+                f"scores {width}",
+                lambda width=width, num_heads=num_heads: _Scores(width, num_heads),  # type: ignore[misc]
+                lambda batch=batch, length=length, width=width: torch.randn(batch, length, width),  # type: ignore[misc]
                 dtype,
             )
         for sizes_of_images in images:
