@@ -94,6 +94,14 @@ class TestClasses:
             f"attention {word}float32 backward",
         }
 
+    def test_attention_of_sequences_that_come_first(self) -> None:
+        layer, x = nn.MultiheadAttention(128, 2, batch_first=True), torch.ones(3, 5, 128)
+        found = classes_of(lambda: layer(x, x, x, need_weights=False)[0].sum().backward())
+        assert {name for name in found if "attention" in name} == {
+            "attention float32 strided",
+            "attention float32 backward strided",
+        }
+
     def test_what_moves_bytes(self) -> None:
         x, rows = torch.ones(4, 8), torch.arange(3)
         expected = {
@@ -110,6 +118,7 @@ class TestClasses:
             "resampling": lambda: F.max_pool2d(x[None], 2),
             "elementwise": lambda: x.lgamma(),
             "elementwise half": lambda: x.bfloat16().neg(),
+            "elementwise strided": lambda: x + x[0],
         }
         for name, run in expected.items():
             assert name in classes_of(run), name

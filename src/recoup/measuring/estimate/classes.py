@@ -74,6 +74,10 @@ def kernel_class(func: Any, args: tuple[Any, ...]) -> str:
         words.append("channels last")
     if family in _BY_STRIDES and tensors and not _input(family, tensors, is_backward).is_contiguous():
         words.append("strided")
+    if family == "elementwise" and len({(t.shape, t.stride()) for t in tensors if t.dim()}) > 1:
+        words.append("strided")
+    if family == "attention" and _is_sequence_first(tensors[int(is_backward)]):
+        words.append("strided")
     return " ".join(words)
 
 
@@ -92,6 +96,11 @@ def wider_classes(kind: str) -> Iterator[str]:
 
 def _width_of_heads(width: int) -> list[str]:
     return ["narrow"] if width <= _NARROW_HEAD else [] if width <= _WIDE_HEAD else ["wide"]
+
+
+def _is_sequence_first(query: Tensor) -> bool:
+    """Whether rows of one sequence are further apart than sequences, as in `torch.nn.MultiheadAttention`."""
+    return query.dim() == 4 and query.stride(0) < query.stride(2)
 
 
 def _number_of_channels(tensor: Tensor) -> list[str]:

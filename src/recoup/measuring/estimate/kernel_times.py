@@ -26,7 +26,7 @@ _NUM_LAUNCHES = 4
 _LONG_S = 5e-4
 """An operation that ideally takes longer is timed once."""
 _NUM_STEPS = 15
-_MOST_ALIKE = 6
+_MOST_ALIKE = 3
 
 
 class OperationTimer(TorchDispatchMode):
@@ -35,7 +35,7 @@ class OperationTimer(TorchDispatchMode):
     Args:
         meter: of the device.
         peaks: that ideal seconds are computed from.
-        most_alike: of operations of one class and about one size, no more than this are timed; unless given, all are.
+        most_alike: how often an operation of about one size is timed at most, in each of its classes.
 
     Attributes:
         samples: of all operations that were timed.
@@ -45,7 +45,7 @@ class OperationTimer(TorchDispatchMode):
     def __init__(self, meter: Meter, peaks: Hardware, *, most_alike: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meter, self._peaks, self._most_alike = meter, peaks, most_alike
-        self._alike: Counter[tuple[str, int]] = Counter()
+        self._alike: Counter[tuple[str, str, int]] = Counter()
         self._seen: dict[str, int] = {}
         self.samples: list[KernelSample] = []
         self.counts: list[int] = []
@@ -63,7 +63,7 @@ class OperationTimer(TorchDispatchMode):
         key = f"{kind} {what}"
         if key not in self._seen:
             size_s = ideal_s(func, args, kwargs, result, self._peaks)
-            alike = (kind, bin_of(size_s))
+            alike = (kind, str(func), bin_of(size_s))
             self._alike[alike] += 1
             if self._most_alike is not None and self._alike[alike] > self._most_alike:
                 return result

@@ -153,7 +153,7 @@ def probes(dtypes: tuple[torch.dtype, ...], *, large: bool) -> Iterator[Probe]:
         decoders += [(768, 24, 8, 1024, 16000), (512, 16, 32, 512, 8000)]
         scores += [(768, 12, 4, 1024), (1024, 16, 4, 2048)]
         images += [(64, 16, 64), (64, 16, 256), (128, 32, 64), (256, 64, 16), (512, 64, 8)]
-        patches += [(768, 12, 64, 224), (1024, 16, 32, 224)]
+        patches += [(768, 12, 64, 224), (1024, 16, 32, 224), (512, 16, 32, 352)]
     for dtype in dtypes:
         for index, sizes in enumerate(decoders):
             yield _decoder(*sizes, dtype, gated=index % 2 == 0)
