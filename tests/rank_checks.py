@@ -123,6 +123,51 @@ def wrapped_before_fitting(rank: int) -> None:
     assert_same(_train(other, batch), reference)
 
 
+def wrapped_while_measured(rank: int) -> None:
+    """Measuring, auditing and policies leave the wrapper as it was: it reduces the gradients of the next step."""
+    batch = batch_of(rank)
+    for settings in ({}, {"gradient_as_bucket_view": True}):
+        reference = _train(DistributedDataParallel(make_model(), **settings), batch)
+        model = DistributedDataParallel(make_model(), **settings)
+        profile = recoup.measure(model, batch, loss=loss_of)
+        inner = recoup.measure(model.module, batch, loss=loss_of, accumulates=bool(settings))
+        assert [unit.name for unit in profile.units] == [unit.name for unit in inner.units]
+        buckets = 0 if settings else profile.residents.gradient_bytes
+        assert profile.residents.other_bytes == inner.residents.other_bytes + buckets
+        assert profile.plain_bytes == inner.plain_bytes + buckets
+        recoup.audit(model, batch, loss=loss_of)
+        recoup.remove(recoup.apply(model, EveryN(2), sample=batch))
+        assert_same(_train(model, batch), reference)
+        fitted = recoup.fit(model, batch, budget=find_ranks().largest(between(profile, 0.4)), loss=loss_of)
+        assert fitted.verification is not None
+        assert fitted.verification.gradients == "bit-equal"
+
+
+def batches_of_several_sizes(rank: int) -> None:
+    """Each rank runs under the plan for its own batch; sharded models are refused."""
+    samples = [batch_of(0, rows) for rows in (32, 64, 128)]
+    own = [batch_of(rank, 128 if rank == 0 else 40), batch_of(rank, 20 if rank == 0 else 100)]
+
+    def train(model: nn.Module) -> dict[str, Tensor]:
+        for batch in own:
+            loss_of(model(batch)).backward()
+        return gradients(model)
+
+    reference = train(DistributedDataParallel(make_model()))
+    profile = recoup.measure(make_model(), samples[-1], loss=loss_of)
+    budget = find_ranks().largest(between(profile, 0.2) + 2 * profile.residents.gradient_bytes)
+    model = make_model()
+    fitted = recoup.fit(model, samples=samples, budget=budget, loss=loss_of, accumulates=True)
+    assert fitted.by_size is not None
+    assert not fitted.plan.keeps_everything
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, fitted.by_size.to_json())
+    assert len(set(found)) == 1
+    assert_same(train(DistributedDataParallel(model)), reference)
+    with pytest.raises(SampleError, match="parameters are divided over ranks"):
+        recoup.fit(_shard(make_model()), samples=samples, budget=budget, loss=loss_of)
+
+
 def data_parallel_settings(rank: int) -> None:
     """A static graph, gradients that are views of buckets, unused parameters, accumulation without reductions."""
     batch = batch_of(rank)

@@ -10,6 +10,7 @@ from on_ranks import on_ranks
 from rank_checks import (
     a_sharded_step_of_the_users,
     a_step_of_the_users,
+    batches_of_several_sizes,
     data_parallel_settings,
     exchanges,
     sharded_after_planning,
@@ -19,6 +20,7 @@ from rank_checks import (
     unequal_ranks,
     wrapped_after_fitting,
     wrapped_before_fitting,
+    wrapped_while_measured,
 )
 from torch import nn
 
@@ -33,7 +35,9 @@ def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
         exchanges,
         wrapped_after_fitting,
         wrapped_before_fitting,
+        wrapped_while_measured,
         data_parallel_settings,
+        batches_of_several_sizes,
         a_step_of_the_users,
         unequal_ranks,
     )
