@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recoup
-from recoup.errors import RecoupWarning, SampleError
+from recoup.errors import OverBudgetError, RecoupWarning, SampleError
 from recoup.fitting import Fitted
+from recoup.fitting import by_size as one_size
 from recoup.measuring import MemoryTracker
 from tests.models import GPT, EncoderDecoder, ResNet, plainly
 from tests.tally import Tally
@@ -257,6 +258,31 @@ def test_a_batch_that_no_plan_fits_says_so_and_runs() -> None:
     recoup.remove(model)
     assert all(map(torch.equal, found, peak_and_gradients(model, text(200))[1]))
     assert fitted.plan.predicted_bytes <= fitted.plan.budget_bytes
+
+
+def test_real_steps_that_pass_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made again with the bytes that were missed; at last, all sizes run as the largest does."""
+    verify, num_over = one_size.verify_step, [0]
+
+    def over(step: Any, plan: Any) -> Any:
+        if num_over[0]:
+            num_over[0] -= 1
+            raise OverBudgetError("over", peak_bytes=plan.predicted_bytes + 4096)
+        return verify(step, plan)
+
+    monkeypatch.setattr(one_size, "verify_step", over)
+    found = {}
+    for times in (0, 1, 3):
+        num_over[0] = times
+        _, fitted = fitted_text(0.2)
+        by_size = fitted.by_size
+        assert by_size is not None
+        assert [one.size for one in fitted.sizes] == [(24,), (8,)]
+        found[times] = by_size
+    first = found[0].profiles.largest.problem.resident_bytes
+    assert found[1].profiles.largest.problem.resident_bytes == first + 4096
+    assert len(found[3].ranges) == 1, "one plan for all sizes"
+    assert found[3].ranges[0].plan.items == found[3].plan.items
 
 
 def test_a_call_whose_size_cannot_be_read() -> None:

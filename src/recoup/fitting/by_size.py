@@ -80,9 +80,11 @@ def fit_sizes(
     for _ in range(_MOST_ROUNDS):
         verified, missed_bytes = _verify(found, ran)
         if not missed_bytes:
-            break
+            return found, verified
         found = found.with_missed(missed_bytes)
-    return found, verified
+    # The plan of the largest batch has held the budget on a real step: a smaller batch takes less under it.
+    found = PlansBySize(sized, chosen.budget_bytes, [chosen.schedule.schedule], found.known)
+    return found, _verify(found, ran)[0]
 
 
 def _verify(plans: PlansBySize, steps: Mapping[Size, TrainingStep]) -> tuple[tuple[VerifiedSize, ...], int]:
