@@ -36,10 +36,11 @@ from recoup.model.units import Units, parts_of, split_units
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.largest import largest_profile
 from recoup.plans.learning import Pricing, learn, learned_plan, priced
-from recoup.plans.model_plan import tightest
+from recoup.plans.model_plan import plan_with_less, tightest
 from recoup.plans.profile import Profile
 from recoup.plans.refusal import refusal
 from recoup.plans.rivals import plan_with_rivals
+from recoup.plans.tightest import session_of
 from recoup.plans.tree import leaves_of
 from recoup.plans.usable_bytes import smallest_budget
 from recoup.progress import note
@@ -233,8 +234,10 @@ class Fitting:
 
     def _choose(self, measured: Measured) -> Choice | None:
         """What a plan for the budget would use; ``None`` where that is too small."""
+        profile = measured.profile(self.holds_output is not False)
+        session = session_of(profile.problem, proves=False)
         try:
-            chosen = plan(measured.profile(self.holds_output is not False), self._budget_bytes)
+            chosen, _ = plan_with_less(profile, self._budget_bytes, session=session)
         except BudgetError:
             return None
         return Choice(chosen.predicted_s, Counter(chosen.recipe(leaf) for leaf in leaves_of(chosen.items)))
