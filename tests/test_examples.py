@@ -27,6 +27,15 @@ SAYS = {
         "18 steps, 1 of them repeated after 1 out-of-memory error; plan changed 2 times;",
         "The same losses and the same parameters, bit for bit.",
     ],
+    "varying_lengths": [
+        "Lengths with a plan each: up to ",
+        "20 steps, none out of memory.",
+        "step 5: out of memory (aten.",
+        ") at tokens.shape[1] = 80; ",
+        "step 15: room (in each of 3 steps) at tokens.shape[1] = 128; ",
+        "20 steps, 1 of them repeated after 1 out-of-memory error; plan changed 2 times;",
+        "The same losses and the same parameters, bit for bit.",
+    ],
 }
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from logging import Logger
 from typing import Any
 
+from recoup.errors import SampleError
 from recoup.fitting import Fitted, fit
 from recoup.integrations.batches import batches_of
 from recoup.piloting import Autopilot, autopilot
@@ -53,9 +54,12 @@ class FittingCallback:
         """The user's sample, or the largest of a few batches of a loader that is not touched; with ``sizes``, several.
 
         Of batches that are all of one size there is one, also with ``sizes``.
+
+        Raises:
+            SampleError: the user's sample is not what ``sizes`` needs; or a loader cannot be read.
         """
         if self.sample is not None:
-            return list(self.sample) if self.sizes else [self.sample]
+            return self._samples() if self.sizes else [self.sample]
         found = batches_of(loader, num_batches=self.num_batches, batch_size=batch_size)
         if not self.sizes:
             return found[-1:]
@@ -63,6 +67,14 @@ class FittingCallback:
         return (
             [different[0], different[len(different) // 2], different[-1]] if len(different) > 2 else different
         )
+
+    def _samples(self) -> list[Any]:
+        if not isinstance(self.sample, (list, tuple)) or len(self.sample) < 2:
+            raise SampleError(
+                "With sizes=True, sample= takes a list of batches, such as [short, medium, long]; got a"
+                f" {type(self.sample).__name__}."
+            )
+        return list(self.sample)
 
     def fit_batches(
         self, model: Any, step: Callable[[Any], Any], batches: Sequence[Any], **more: Any

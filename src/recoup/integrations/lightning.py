@@ -121,7 +121,7 @@ class RecoupCallback(FittingCallback, Callback):
             fitted = self.fit_batches(
                 trainer.strategy.model, step, batches, optimizer=trainer.optimizers, accumulates=True
             )
-        for line in headlines(fitted):
+        for line in headlines(fitted, sizes=self.sizes):
             rank_zero_info(f"recoup: {line}")
         for logger in trainer.loggers:
             logger.log_metrics(figures(fitted), step=trainer.global_step)

@@ -11,12 +11,14 @@ from recoup.report.summary import summarize
 __all__ = ["figures", "headlines", "write_outcome"]
 
 
-def headlines(fitted: Fitted) -> list[str]:
+def headlines(fitted: Fitted, *, sizes: bool) -> list[str]:
     """What a trainer's log says: a sentence, and another about the ranges of sizes that have a plan each."""
     found = [summarize(fitted).headline]
     if fitted.by_size is not None:
         ranges = "; ".join(f"up to {row.up_to}: {row.what}" for row in rows_by_size(fitted.by_size))
         found.append(f"Plans by size, {axes_in_words(fitted.by_size)} {ranges}.")
+    elif sizes:
+        found.append("All batches that were looked at are of one size: there is one plan for it.")
     return found
 
 

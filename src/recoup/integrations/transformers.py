@@ -74,7 +74,7 @@ class RecoupCallback(FittingCallback, TrainerCallback):
             _logger.warning(
                 "gradient_checkpointing=True is replaced by recoup's plan, which decides what to recompute."
             )
-        for line in headlines(self.fitted):
+        for line in headlines(self.fitted, sizes=self.sizes):
             _logger.info(line)
         trainer.log(figures(self.fitted))
         if state.is_world_process_zero and args.output_dir is not None:
