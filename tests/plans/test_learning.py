@@ -65,6 +65,19 @@ def test_a_pricing_is_found_from_steps() -> None:
     assert abs(predicted_s[1] / predicted_s[2] - 1) < 0.01 < abs(predicted_s[0] / predicted_s[2] - 1)
 
 
+@pytest.mark.parametrize("noise", [0.8, 1.25])
+def test_what_the_report_shows_is_predicted_as_measured_whatever_rivals_took(noise: float) -> None:
+    """A host that others used while rivals ran makes their seconds disagree with all else."""
+    profile = profile_with_tensors()
+    truth = priced(profile, PRICING)
+    schedules = [recomputing(profile, units) for units in ([1, 2, 3, 4, 5], [1, 2], [5, 6, 7])]
+    seconds = [simulate(truth.problem, schedule).seconds for schedule in schedules]
+    steps = list(zip(schedules, [seconds[0], *(noise * other for other in seconds[1:])], strict=True))
+    learned = priced(profile, learn(profile, steps, truth.plain.seconds))
+    assert simulate(learned.problem, schedules[0]).seconds == pytest.approx(seconds[0], rel=0.01)
+    assert learned.plain.seconds == pytest.approx(truth.plain.seconds, rel=0.01)
+
+
 def test_replays_may_turn_out_cheaper_but_never_below_nothing() -> None:
     profile = profile_with_tensors()
     schedule = recomputing(profile, [1, 2, 3])

@@ -20,7 +20,7 @@ from recoup.plans.profile import Profile, ProfiledUnit
 
 __all__ = ["Pricing", "learn", "learned_plan", "priced"]
 
-_SHOWN = 3.0
+_SHOWN = 20.0
 """Weight of the steps that the report shows, those of the kept plan and of the plain step, beside those of rivals."""
 _DOUBT = 0.03
 """Weight, beside measured steps, of the predicted plain step where it was not measured; and of equal factors."""
