@@ -20,10 +20,11 @@ from torch import Tensor, nn
 import recoup
 from recoup.demo import Block
 from recoup.devices.meter import gc_disabled
+from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.model_plan import Replanner
 
 ROOT = Path(__file__).resolve().parent
-NUM_BLOCKS, NUM_PLANS, NUM_STEPS = 100, 20, 16
+NUM_BLOCKS, NUM_PLANS, NUM_STEPS, LENGTH = 100, 20, 16, 32
 
 
 def make_model() -> nn.Sequential:
@@ -53,6 +54,24 @@ def replanning(profile: Any) -> list[str]:
     return [
         f"{len(profile.units)} units. Making the planner: {first_s:.2f} s. Plans for {NUM_PLANS} budgets after it:"
         f" median {1000 * statistics.median(again_s):.0f} ms, longest {1000 * again_s[-1]:.0f} ms.",
+    ]
+
+
+def replanning_by_size(plans: PlansBySize) -> list[str]:
+    """Seconds of the plan for a batch under other budgets: of a length that is new, and of one that is not."""
+    tightest_bytes = plans.within(0).plan.predicted_bytes
+    span_bytes = plans.budget_bytes - tightest_bytes
+    new_s, again_s = [], []
+    with gc_disabled():
+        for index in range(1, NUM_PLANS):
+            budget, size = tightest_bytes + span_bytes * index // NUM_PLANS, (LENGTH - index,)
+            new_s.append(seconds_of(lambda: plans.within(budget).plan_at(size)))  # noqa: B023
+            again_s.append(seconds_of(lambda: plans.within(budget - 1).plan_at(size)))  # noqa: B023
+    return [
+        f"With plans by size ({len(plans.schedules)} schedules), the plan for a batch under another budget: median"
+        f" {1000 * statistics.median(new_s):.0f} ms, longest {1000 * max(new_s):.0f} ms for a length that no plan was"
+        f" made for before; median {1000 * statistics.median(again_s):.0f} ms, longest {1000 * max(again_s):.0f} ms for"
+        " one that was.",
     ]
 
 
@@ -86,18 +105,23 @@ def steps(model: nn.Module, fitted: Any, batch: Tensor) -> list[str]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    model, batch = make_model(), torch.randn(4, 32, 128)
+    model, batch = make_model(), torch.randn(4, LENGTH, 128)
     profile = recoup.measure(model, batch, loss=loss_of)
     budget = (recoup.minimum_budget(profile) + profile.plain_bytes) // 2
     fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, race=False)
+    samples = [batch[:, : LENGTH // 4], batch[:, : LENGTH // 2], batch]
+    sized = recoup.fit(make_model(), samples=samples, budget=budget, loss=loss_of, race=False, verify=False)
+    assert sized.by_size is not None
     lines = [
         "# The autopilot's cost",
         "",
         f"`python benchmarks/autopilot.py`, {datetime.date.today():%Y-%m-%d}, {platform.machine()},"
         f" torch {torch.__version__}, one thread, seconds of the process. {NUM_BLOCKS} transformer blocks of width 128,"
-        " 4 x 32 tokens.",
+        f" 4 x {LENGTH} tokens.",
         "",
         *replanning(fitted.profile),
+        "",
+        *replanning_by_size(sized.by_size),
         "",
         *steps(model, fitted, batch),
     ]

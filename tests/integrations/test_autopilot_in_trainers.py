@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from integrations.test_accelerate import prepared
 from integrations.test_lightning import BUDGET, run
 from integrations.test_transformers import Losses, Rows, budget_for, padded, trainer_for
 from lightning_subjects import Classifier
+from slowly import slow_but
 from test_autopilot import Counting
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -108,11 +110,12 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", SITUATIONS.values(), ids=SITUATIONS.keys())
-@pytest.mark.parametrize("sizes", [False, True])
-def test_losses_weights_and_metrics_of_the_trainer(
-    options: dict[str, Any], sizes: bool, tmp_path: Path
-) -> None:
+QUICK = [*((name, False) for name in SITUATIONS), ("accumulation", True)]
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, itertools.product(SITUATIONS, [False, True])), ids=str)
+def test_losses_weights_and_metrics_of_the_trainer(case: tuple[str, bool], tmp_path: Path) -> None:
+    options, sizes = SITUATIONS[case[0]], case[1]
     expected, _ = train(tmp_path / "plain", None, **options)
     counting = Counting()
     settings: Any = {"autopilot": True, "sizes": sizes, "race": False}

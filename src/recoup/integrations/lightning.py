@@ -94,7 +94,8 @@ class RecoupCallback(FittingCallback, Callback):
         if fitted is None:
             fitted = self._fit(trainer, pl_module, batches)
         self.plan, self._applied = fitted.plan, fitted.applied
-        _logger.setLevel(logging.INFO if trainer.is_global_zero else logging.WARNING)
+        if not trainer.is_global_zero:
+            _logger.setLevel(logging.WARNING)
         pilot = self.make_pilot(fitted, trainer.optimizers, _logger)
         if pilot is not None:
             self._remove_pilot = _install_pilot(trainer, pilot)
