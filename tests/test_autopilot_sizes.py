@@ -139,7 +139,7 @@ def test_a_cut_in_the_middle_and_room_again(subject: Fitted) -> None:
         assert pilot.by_size.budget_bytes <= cut_bytes < first.budget_bytes
         assert {event.kind for event in pilot.events} == {"out of memory"}
         assert len(pilot.events) == 1
-        loop.limit(first.plan.predicted_bytes + 1000)
+        loop.limit(first.plan.predicted_bytes + 20_000)
         loop.run(6)
     assert pilot.by_size is first
     assert [event.kind for event in pilot.events] == ["out of memory", "room"]
@@ -199,6 +199,19 @@ def test_failures_in_a_row_end_with_the_smallest_plan_of_that_length(subject: Fi
     assert peaks[-1] == tightest_bytes(plans_of(fitted), (28,))
 
 
+def test_where_all_sizes_run_as_the_largest_does_there_are_smaller_plans_too(subject: Fitted) -> None:
+    model, batches = make_subject()
+    plans, schedule = plans_of(subject), subject.plan.schedule.schedule
+    alike = PlansBySize(plans.profiles, plans.budget_bytes, [schedule], plans.known)
+    recoup.apply(model, alike)
+    loop = Loop(replace(subject, model=model, by_size=alike), batches)
+    loop.limit((tightest_bytes(plans, LONGEST) + subject.plan.predicted_bytes) // 2)
+    loop.run(len(batches))
+    [event] = loop.pilot.events
+    assert (event.kind, event.batch, event.before) == ("out of memory", "", subject.plan)
+    assert event.after.predicted_bytes <= event.usable_bytes < subject.plan.predicted_bytes
+
+
 # Plans for other budgets
 
 
@@ -214,7 +227,7 @@ def test_plans_for_another_budget_are_made_when_they_are_used(
         return make(*args)
 
     monkeypatch.setattr("recoup.plans.by_size.ladder.plan_by_hand", counted)
-    less = plans.within(int(0.9 * plans.budget_bytes))
+    less = plans.within(plans.plan.predicted_bytes - 1)
     assert not made
     found = less.plan_for((32,))
     assert less.plan_for((32,)) is found
@@ -222,7 +235,9 @@ def test_plans_for_another_budget_are_made_when_they_are_used(
     assert len(made) == 1
     # Below where the first budget keeps everything, ranges are as fine as above.
     assert [one.up_to for one in less.ranges] == sorted({one.up_to for one in less.ranges})
-    assert less.ranges[0].up_to < plans.ranges[0].up_to
+    tight = plans.within(tightest_bytes(plans, LONGEST))
+    assert tight.ranges[0].plan.keeps_everything
+    assert tight.ranges[0].up_to < plans.ranges[0].up_to
     assert less.ranges[-1].up_to == LONGEST
 
 

@@ -10,7 +10,6 @@ from recoup.errors import OverBudgetError, SampleError, UnitError
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
-from recoup.plans.by_hand import plan_by_hand
 from recoup.plans.by_size.axes import Size
 from recoup.plans.by_size.plans import PlansBySize, plans_by_size
 from recoup.plans.by_size.profiles import sized_profiles
@@ -91,9 +90,7 @@ def _verify(plans: PlansBySize, steps: Mapping[Size, TrainingStep]) -> tuple[tup
     """Real steps of each size; and by how many bytes the worst passes its prediction, if one passes the budget."""
     verified = []
     for size, step in steps.items():
-        # The plan of its range, predicted for the size itself.
-        schedule = plans.plan_for(size).schedule.schedule
-        plan = plan_by_hand(plans.profiles.at(size), schedule, plans.budget_bytes)
+        plan = plans.plan_at(size)
         try:
             with step.ranks.together():
                 apply(step.model, plans)

@@ -30,15 +30,15 @@ from recoup.ranks import Ranks
 __all__ = ["several_plans"]
 
 
-def several_plans(fitted: Fitted, plans: PlansBySize, ranks: Ranks) -> InForce:
+def several_plans(fitted: Fitted, ranks: Ranks) -> InForce:
     """A plan for each range of sizes, by NOTE [ A failure under plans by size ].
 
     Args:
-        fitted: what `fit` returned.
-        plans: its plans by size.
+        fitted: what `fit` returned, with plans by size.
         ranks: that train together.
     """
-    return _SeveralPlans(fitted, plans, ranks)
+    assert fitted.by_size is not None
+    return _SeveralPlans(fitted, fitted.by_size, ranks)
 
 
 class _SeveralPlans(InForce):

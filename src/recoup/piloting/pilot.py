@@ -120,8 +120,7 @@ class Autopilot:
         self._model = fitted.model if model is None else model
         self._ranks = find_ranks(together).over_host()
         self._reducing = Reducing(self._model)
-        by_size = fitted.by_size
-        self._in_force = one_plan(fitted) if by_size is None else several_plans(fitted, by_size, self._ranks)
+        self._in_force = several_plans(fitted, self._ranks) if _differ(fitted) else one_plan(fitted)
         groups = [group for one in self._optimizers for group in one.param_groups]
         self._state = StepState(self._model, [p for group in groups for p in group["params"]])
         self._room = find_room(device_of(fitted.model), tracker)
@@ -315,6 +314,11 @@ class Autopilot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _differ(fitted: Fitted) -> bool:
+    """Whether plans differ by size; where all sizes run as the largest does, the planner has smaller plans for that."""
+    return fitted.by_size is not None and len(fitted.by_size.schedules) > 1
 
 
 def _missed_bytes(fitted: Fitted) -> int:
