@@ -254,6 +254,24 @@ def section(
     profile = recoup.measure(bench.model, bench.tokens, engine=engine)
     build_s = time.perf_counter() - start
     print(f"{engine}: measured in {build_s:.1f} s", flush=True)
+    fit_s = []
+    if engine == "captured":
+        for budget in budgets:
+            bench.use()
+            start = time.perf_counter()
+            recoup.fit(
+                bench.model,
+                bench.tokens,
+                budget=bench.fixed_bytes + budget,
+                engine=engine,
+                verify=False,
+                race=False,
+            )
+            fit_s.append(time.perf_counter() - start)
+            recoup.remove(bench.model)
+        print(
+            f"{engine}: fits without real steps in {', '.join(f'{one:.1f}' for one in fit_s)} s", flush=True
+        )
     equal = ""
     if engine == "captured":
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -266,11 +284,12 @@ def section(
         verdict = "bit-equal" if same else "**not** bit-equal"
         others = "agree" if agrees else "do not agree either"
         equal = f" Gradients are {verdict} to the plain model's; two plain steps {others}."
+    fits = f" Fits without real steps: {', '.join(f'{one:.1f}' for one in fit_s)} s." if fit_s else ""
     lines = [
         "",
         f"## {title}",
         "",
-        f"Measured, every option built, in {build_s:.1f} s.{equal}",
+        f"Measured, every option built, in {build_s:.1f} s.{fits}{equal}",
         "",
         "| budget GiB | best that fits | ms (GiB) | recoup ms (GiB) | ratio | predicted ms | plan |",
         "|---|---|---|---|---|---|---|",
