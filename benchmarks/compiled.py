@@ -275,12 +275,15 @@ def section(
     equal = ""
     if engine == "captured":
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Not deterministic, whatever the setting, where it only warns.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         expected = bench.gradients()
         agrees = all(map(torch.equal, bench.gradients(), expected))
         bench.apply(recoup.plan(profile, bench.fixed_bytes + min(budgets)))
         same = all(map(torch.equal, bench.gradients(), expected))
         del expected
         torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
         verdict = "bit-equal" if same else "**not** bit-equal"
         others = "agree" if agrees else "do not agree either"
         equal = f" Gradients are {verdict} to the plain model's; two plain steps {others}."

@@ -105,8 +105,9 @@ def test_memory_that_goes_away_in_mid_step() -> None:
     assert not pilot.events
     expected = on_host(expected)
     chosen, lived, num_failed, plan_s = random.Random(0), set(), 0, []
-    low, high = int(1.15 * smallest), fitted.plan.predicted_bytes
-    assert low < 0.9 * high
+    high = fitted.plan.predicted_bytes
+    # Above the smallest budget by what fragmentation may take.
+    low = int(smallest + 0.3 * (high - smallest))
     del model, optimizer, pilot
     number = 0
     # A cut late in a step may leave enough room for the rest: go on until 20 runs have failed.
