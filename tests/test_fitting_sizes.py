@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recoup
-from recoup.errors import OverBudgetError, RecoupWarning, SampleError
+from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError
 from recoup.fitting import Fitted
 from recoup.fitting import by_size as one_size
 from recoup.measuring import MemoryTracker
@@ -413,3 +413,144 @@ def test_samples_that_run_other_code() -> None:
     with pytest.raises(SampleError, match=r"does not call all units of the largest one .*'blocks.2'"):
         recoup.fit(model, samples=[text(8), text(48)], budget=budget)
     assert not any("forward" in vars(module) for module in model.modules()), "the model is as before"
+
+
+def test_a_dimension_that_plans_are_not_picked_by_grows() -> None:
+    model, fitted = fitted_text()
+    assert fitted.by_size is not None
+    largest = fitted.by_size.plan.items
+    with pytest.warns(
+        RecoupWarning, match=r"tokens is \[6, 8\], larger than the \[2, 48\] .* other than tokens.shape\[1\]"
+    ):
+        model(text(8, rows=6)).backward()
+    model.tally.take()
+    model(text(8, rows=6)).backward()
+    assert len(model.tally.take()) > len(model.blocks), "it recomputes as the largest batch does"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecoupWarning)
+        model(text(8, rows=1)).backward()
+    assert fitted.by_size.plan.items == largest
+
+
+def test_few_samples_of_two_axes_bound_what_they_dominate() -> None:
+    """Three samples do not tell how bytes grow: no size is planned by more than what one of them took."""
+    model, plain = Text(), Text()
+    samples = [text(12, 32), text(24, 8), text(60, 2)]
+    budget = max(budget_for(plain, sample, 0.3) for sample in samples)
+    fitted = recoup.fit(model, samples=samples, budget=budget, accumulates=False)
+    by_size = fitted.by_size
+    assert by_size is not None
+    assert by_size.profiles.bound_of((8, 20)) == (8, 24)
+    assert by_size.profiles.bound_of((8, 50)) is None
+    resident = fitted.profile.residents.parameter_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecoupWarning)
+        for batch in (text(10, 30), text(20, 7), text(50, 2), text(3, 1)):
+            peak, found = peak_and_gradients(model, batch)
+            assert peak + resident <= budget
+            assert all(map(torch.equal, found, peak_and_gradients(plain, batch)[1]))
+    smallest = min(one.plan.predicted_bytes for one in by_size.ranges)
+    assert smallest <= budget
+    with pytest.warns(RecoupWarning, match="larger|No plan"):
+        model(text(50, 8)).backward()
+
+
+def test_a_step_that_calls_the_model_twice_is_refused() -> None:
+    model = Text()
+
+    def step(batch: Tensor) -> None:
+        (model(batch[:, :8]) + model(batch)).backward()
+
+    with pytest.raises(SampleError, match="calls the model 2 times"):
+        recoup.fit(model, samples=[text(16), text(48)], step=step, budget="1GiB")
+
+
+def test_a_step_that_never_calls_the_model_is_refused() -> None:
+    model = Text()
+
+    def step(batch: Tensor) -> None:
+        x = model.embed(batch)
+        for block in model.blocks:
+            x = block(x)
+        x.square().mean().backward()
+
+    with pytest.raises(SampleError, match="never calls the model itself"):
+        recoup.fit(model, samples=[text(16), text(48)], step=step, budget="1GiB")
+
+
+def test_a_sample_that_does_not_fit_is_refused_by_name() -> None:
+    """It has fewer elements than the largest, and needs more: scores grow as the square of the length."""
+    model = Text()
+    wide, long = text(8, 84), text(160, 4)
+    budget = budget_for(model, wide, 0.3)
+    assert recoup.minimum_budget(recoup.measure(model, long)) > budget
+    with pytest.raises(
+        BudgetError, match=r"With the sample of tokens.shape\[0\] = 4, tokens.shape\[1\] = 160: "
+    ) as caught:
+        recoup.fit(model, samples=[wide, long], budget=budget)
+    assert caught.value.smallest_bytes > budget
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_parts_of_the_model_run_under_the_plan_for_the_largest_batch() -> None:
+    model, _ = fitted_text()
+    model.tally.take()
+
+    def parts() -> int:
+        x = model.embed(text(48))
+        for block in model.blocks:
+            x = block(x)
+        x.square().mean().backward()
+        return len(model.tally.take())
+
+    before = parts()
+    model(text(8)).backward()
+    model.tally.take()
+    assert parts() == before > len(model.blocks)
+
+
+def test_lengths_that_are_equal_in_one_sample() -> None:
+    """Calls that cost the same there, and nowhere else."""
+    model = _seeded(EncoderDecoder)
+    pairs = [(24, 20), (12, 12), (6, 8)]
+    samples = [(torch.randn(2, source, 8), torch.randn(2, target, 8)) for source, target in pairs]
+    fitted = recoup.fit(model, samples=samples, budget=budget_for(model, samples[0], 0.3))
+    assert fitted.by_size is not None
+    kinds = [
+        [unit.kind for unit in profile.units]
+        for profile in (fitted.profile, fitted.by_size.profiles.at((9, 9)))
+    ]
+    assert kinds[0] == kinds[1]
+
+
+def test_an_input_that_is_empty_in_one_sample() -> None:
+    class Boxed(Text):
+        def forward(self, tokens: Tensor, boxes: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(tokens) + boxes.sum()
+
+    samples = [(text(48), torch.zeros(0, 4)), (text(24), torch.zeros(3, 4)), (text(8), torch.zeros(1, 4))]
+    fitted = recoup.fit(Boxed(), samples=samples, budget="1GiB")
+    assert fitted.by_size is not None
+    assert len(fitted.by_size.profiles.axes) == 2
+
+
+def test_verify_takes_plans_by_size() -> None:
+    model = Text()
+    fitted = recoup.fit(model, text(48), sizes=[8, 24, 48], budget=budget_for(model, text(48)))
+    assert fitted.by_size is not None
+    for length in (8, 30, 48):
+        seen = recoup.verify(model, fitted.by_size, text(length))
+        assert seen.peak_bytes == pytest.approx(fitted.by_size.plan_at((length,)).predicted_bytes, abs=64)
+        assert seen.gradients == "bit-equal"
+
+
+def test_a_step_that_leaves_no_gradients_says_that_none_were_compared() -> None:
+    model = Text()
+
+    def step() -> None:
+        model(text(48)).backward()
+        model.zero_grad()
+
+    fitted = recoup.fit(model, step=step, budget="1GiB")
+    assert fitted.verification is not None
+    assert fitted.verification.gradients == "not compared: the step leaves no gradients"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recoup.errors import RecoupWarning
@@ -15,7 +15,10 @@ from recoup.plans.tree import Item, tree_of
 from recoup.sizes import format_bytes
 from recoup.tensors import positional_names
 
-__all__ = ["Picker", "batch_in_words"]
+__all__ = ["Picker", "batch_in_words", "plan_of_call"]
+
+_MOST_SHAPES = 4096
+"""Of batches whose plans are remembered."""
 
 
 class Picker:
@@ -33,7 +36,7 @@ class Picker:
         self.size: Size | None = None
         self._names: tuple[str, ...] | None = None
         self._warned: set[str] = set()
-        self._seen: dict[Size, tuple[Item, ...]] = {}
+        self._seen: dict[tuple[Any, ...], tuple[Size, tuple[Item, ...]]] = {}
 
     def __reduce__(self) -> Any:
         return Picker, (self.plans,)
@@ -49,18 +52,25 @@ class Picker:
         """What the plan for a call does with the units."""
         if self._names is None:
             self._names = positional_names(forward)
-        size = self.plans.size_of(dict(input_shapes(self._names, args, kwargs)))
+        shapes = tuple(input_shapes(self._names, args, kwargs))
+        if shapes not in self._seen:
+            if len(self._seen) >= _MOST_SHAPES:
+                self._seen.clear()
+            self._seen[shapes] = self._pick(dict(shapes))
+        self.size, items = self._seen[shapes]
+        return items
+
+    def _pick(self, shapes: Mapping[str, Sequence[int]]) -> tuple[Size, tuple[Item, ...]]:
+        size, largest = self.plans.size_of(shapes), (self.plans.profiles.sizes[-1], self.plans.plan.items)
         if size is None:
-            self.size = self.plans.profiles.sizes[-1]
             self._warn("unknown", _unknown(self.plans))
-            return self.plans.plan.items
-        self.size = size
-        found = self._seen.get(size)
-        if found is None:
-            plan = self.plans.plan_for(size)
-            self._look_at(size, plan)
-            found = self._seen[size] = plan.items
-        return found
+            return largest
+        if (larger := self.plans.profiles.larger_elsewhere(shapes)) is not None:
+            self._warn("elsewhere", _elsewhere(self.plans, larger, shapes))
+            return largest
+        plan = self.plans.plan_for(size)
+        self._look_at(size, plan)
+        return size, plan.items
 
     def _look_at(self, size: Size, plan: ModelPlan) -> None:
         if plan.predicted_bytes > plan.budget_bytes:
@@ -72,6 +82,14 @@ class Picker:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(message, RecoupWarning, stacklevel=2)
+
+
+def plan_of_call(
+    plans: PlansBySize, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ModelPlan:
+    """The plan for a call, with what is predicted for its size; that of the largest batch if its size is not told."""
+    size = plans.size_of(dict(input_shapes(positional_names(forward), args, kwargs)))
+    return plans.plan if size is None else plans.plan_at(size)
 
 
 def batch_in_words(plans: PlansBySize, size: Size) -> str:
@@ -93,6 +111,16 @@ def _over(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
         f"No plan is predicted to fit a batch of this size ({batch_in_words(plans, size)}): the smallest peak is"
         f" {format_bytes(plan.predicted_bytes)}, and the budget {format_bytes(plan.budget_bytes)}. Its step runs under"
         " that plan. Shorten the batch, or raise the budget."
+    )
+
+
+def _elsewhere(plans: PlansBySize, name: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    measured = plans.profiles.shapes[name]
+    names = " and ".join(axis.name for axis in plans.profiles.axes)
+    return (
+        f"{name} is {list(shapes[name])}, larger than the {list(measured)} that was measured in a dimension other than"
+        f" {names}, which plans are picked by: the call runs under the plan for the largest batch, and may pass the"
+        " budget. Fit with samples that vary in that dimension as batches do."
     )
 
 

@@ -101,6 +101,7 @@ class _Root(_Planned):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         engine = self.engine
+        items = engine.items
         engine.begin(self, args, kwargs)
         taken = process_lock.acquire()  # units that are kept draw from the same generators
         engine.depth += 1
@@ -110,6 +111,7 @@ class _Root(_Planned):
         finally:
             engine.watch.thread = before
             engine.depth -= 1
+            engine.items = items
             engine.reset()
             if taken:
                 process_lock.release()

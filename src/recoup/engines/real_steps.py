@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,7 @@ from recoup.tensors import local_part
 __all__ = ["RealSteps", "Recorded"]
 
 T = TypeVar("T")
+_AFTER = " (after the step)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,13 @@ class RealSteps:
             if parameter.grad is not None:
                 found[name] = local_part(parameter.grad)
             if self.step.changes_parameters:
-                found[f"{name} (after the step)"] = local_part(parameter)
+                found[f"{name}{_AFTER}"] = local_part(parameter)
         return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
+
+    def leaves_traces(self, names: Iterable[str]) -> bool:
+        """Whether results of a step, by name, tell its gradients: these, or parameters that an optimizer stepped."""
+        found = bool(self.step.optimizers) or any(not name.endswith(_AFTER) for name in names)
+        return self.step.ranks.largest(found)
 
     def _settle(self) -> None:
         """Lets an optimizer inside the step allocate its state, which counts as resident, and the compiler compile."""

@@ -116,6 +116,8 @@ def _compare_gradients(
     steps: RealSteps, plan: ModelPlan, fitted: Recorded, plain: Recorded | None
 ) -> tuple[tuple[Drift, ...], str]:
     """Compares gradients: of recorded steps; where these differ, with deterministic operations; or unit by unit."""
+    if not steps.leaves_traces(fitted.prints):
+        return (), "not compared: the step leaves no gradients"
     if plain is not None and steps.is_generated:
         return _compare_generated(steps, fitted.prints, plain.prints)
     if plain is not None:

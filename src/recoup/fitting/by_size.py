@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 
 from recoup.engines import apply
 from recoup.engines.verify import VerifiedSize, verify_step
-from recoup.errors import OverBudgetError, SampleError, UnitError
+from recoup.errors import BudgetError, OverBudgetError, SampleError, UnitError
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
 from recoup.plans.by_size.axes import Size
 from recoup.plans.by_size.plans import PlansBySize, plans_by_size
-from recoup.plans.by_size.profiles import sized_profiles
-from recoup.plans.model_plan import ModelPlan
+from recoup.plans.by_size.profiles import SizedProfiles, sized_profiles
+from recoup.plans.model_plan import ModelPlan, tightest
 from recoup.plans.profile import Profile
+from recoup.plans.refusal import refusal
+from recoup.plans.usable_bytes import usable_bytes
 from recoup.progress import note
 
-__all__ = ["check_sizes", "fit_sizes", "measure_like"]
+__all__ = ["check_calls", "check_sizes", "fit_sizes", "measure_like"]
 
 _MOST_ROUNDS = 3
 
@@ -32,6 +34,30 @@ def check_sizes(step: TrainingStep) -> None:
         raise SampleError(
             "The model's parameters are divided over ranks, which gather them in the order of their plans: batches of"
             " other sizes on other ranks would make them wait for each other forever. Fit the largest batch alone."
+        )
+
+
+def check_calls(profile: Profile) -> None:
+    """Refuses steps whose size cannot be read from one call of the model.
+
+    Raises:
+        SampleError: the step calls the model not at all, several times, or without tensors.
+    """
+    conditions = profile.conditions
+    if conditions is None:
+        raise SampleError(
+            "The step never calls the model itself, so the size of a batch cannot be read from its arguments: let the"
+            " step call the model that is fitted (in Lightning, self(batch) in training_step), or fit one sample."
+        )
+    if conditions.forwards > profile.in_flight:
+        raise SampleError(
+            f"The step calls the model {conditions.forwards // profile.in_flight} times, and a plan is picked by the"
+            " size of one call: give a step that calls it once, or fit the largest sample alone."
+        )
+    if not conditions.shapes:
+        raise SampleError(
+            "The model is called without tensors, so the size of a batch cannot be read from its arguments: fit the"
+            " largest sample alone."
         )
 
 
@@ -71,6 +97,8 @@ def fit_sizes(
     """
     sized = sized_profiles([chosen.profile, *profiles])
     note("planning", 0, 1)
+    for profile in profiles:
+        _check_fits(sized, profile, chosen.budget_bytes)
     found = plans_by_size(sized, chosen)
     if not verifies:
         return found, ()
@@ -83,7 +111,32 @@ def fit_sizes(
         found = found.with_missed(missed_bytes)
     # The plan of the largest batch has held the budget on a real step: a smaller batch takes less under it.
     found = PlansBySize(sized, chosen.budget_bytes, [chosen.schedule.schedule], found.known)
-    return found, _verify(found, ran)[0]
+    verified, missed_bytes = _verify(found, ran)
+    if missed_bytes:
+        size = next(size for size in ran if size not in {one.size for one in verified})
+        raise _refusal(sized, size, refusal(tightest(sized.at(size)), chosen.budget_bytes))
+    return found, verified
+
+
+def _check_fits(sized: SizedProfiles, profile: Profile, budget_bytes: int) -> None:
+    """Refuses a sample that no plan fits, though it has fewer elements than the largest.
+
+    Raises:
+        BudgetError: it names the sample, and its smallest budget.
+    """
+    least = tightest(profile)
+    if least.predicted_bytes > usable_bytes(budget_bytes, profile):
+        raise _refusal(sized, sized.size_of(profile), refusal(least, budget_bytes))
+
+
+def _refusal(sized: SizedProfiles, size: Size, error: BudgetError) -> BudgetError:
+    named = ", ".join(f"{axis.name} = {value}" for axis, value in zip(sized.axes, size, strict=True))
+    return BudgetError(
+        f"With the sample of {named}: {error}",
+        budget_bytes=error.budget_bytes,
+        smallest_bytes=error.smallest_bytes,
+        unit=error.unit,
+    )
 
 
 def _verify(plans: PlansBySize, steps: Mapping[Size, TrainingStep]) -> tuple[tuple[VerifiedSize, ...], int]:

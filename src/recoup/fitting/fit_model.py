@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from recoup.budgets import read_budget
 from recoup.engines import ModelPlan, apply
+from recoup.engines.by_size import plan_of_call
 from recoup.engines.eager import Earlier, planned_model
 from recoup.engines.verify import Verification, verify_step
 from recoup.errors import (
@@ -29,6 +30,7 @@ from recoup.model.step import TrainingStep
 from recoup.model.uncompile import compiled_code, inner_model, is_compiled, uncompile
 from recoup.model.units import Units
 from recoup.model.wrappers import buckets_of, unsynchronized, unwrapped_model
+from recoup.plans.by_size.plans import PlansBySize
 from recoup.ranks import find_ranks
 
 __all__ = ["engines_for", "fit", "plan_to_fit", "verify"]
@@ -170,7 +172,7 @@ def _steps(
 
 def verify(
     model: nn.Module,
-    plan: ModelPlan,
+    plan: ModelPlan | PlansBySize,
     sample: Any = None,
     *,
     loss: Callable[..., Tensor] | None = None,
@@ -180,7 +182,8 @@ def verify(
 ) -> Verification:
     """Runs a real step of a model whose plan is applied: peak against budget, gradients against the plain step.
 
-    Of several ranks, which all call this function, it is the largest peak; ``together`` is as for `fit`.
+    Of several ranks, which all call this function, it is the largest peak; ``together`` is as for `fit`. Of plans by
+    size it is that of the sample, and of a ``step`` that of the largest batch.
 
     Raises:
         OverBudgetError: the peak passes the plan's budget.
@@ -188,10 +191,13 @@ def verify(
     """
     ranks = find_ranks(together)
     with ranks.together():
-        inner = planned_model(model, plan.profile)
+        chosen = plan.plan if isinstance(plan, PlansBySize) else plan
+        inner = planned_model(model, chosen.profile)
         training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer, ranks=ranks)
+        if isinstance(plan, PlansBySize):
+            chosen = plan_of_call(plan, inner.forward, training.args, training.kwargs)
         with unsynchronized([model, *training.reached.modules]):
-            return verify_step(training, plan)
+            return verify_step(training, chosen)
 
 
 def plan_to_fit(

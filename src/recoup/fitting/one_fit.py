@@ -26,7 +26,7 @@ from recoup.errors import (
     UnitError,
     VerificationError,
 )
-from recoup.fitting.by_size import fit_sizes, measure_like
+from recoup.fitting.by_size import check_calls, fit_sizes, measure_like
 from recoup.measuring.choosing import Choice
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.calls import watch_calls
@@ -180,6 +180,7 @@ class Fitting:
         Raises:
             SampleError: with another sample the model calls other units.
         """
+        check_calls(chosen.profile)
         profiles = []
         for step in others:
             with self.ranks.together():

@@ -9,8 +9,8 @@ __all__ = ["combined"]
 
 _MEASURED = {"scratch", "shapes", "num_stored"}
 """Further fields of numbers that may differ, beside bytes and seconds."""
-_OWN = {"device", "output_names", "unsafe", "uncaptured"}
-"""Words of each profile's own: the first one's are taken."""
+_OWN = {"device", "kind", "output_names", "unsafe", "uncaptured"}
+"""Words and marks of each profile's own: one's are taken."""
 
 
 def combined(
@@ -18,6 +18,7 @@ def combined(
     number: Callable[[Sequence[Any]], Any],
     refuse: Callable[[str], Exception],
     *,
+    own: int = 0,
     where: str = "profile",
     is_measured: bool = False,
 ) -> Any:
@@ -27,6 +28,7 @@ def combined(
         documents: what `encode` makes of profiles, or the same part of each.
         number: from the numbers of all documents, in their order, to the combined one.
         refuse: from the place of something else in which they differ to the error that is raised.
+        own: the index of the document whose own words are taken.
         where: the place of these parts.
         is_measured: whether numbers at this place were measured.
 
@@ -37,13 +39,13 @@ def combined(
     first = documents[0]
     if isinstance(first, dict) and all(isinstance(part, dict) for part in documents):
         keys = dict.fromkeys(key for part in documents for key in part)
-        return {key: _at(key, documents, number, refuse, where) for key in keys}
+        return {key: _at(key, documents, number, refuse, own, where) for key in keys}
     if isinstance(first, list) and all(
         isinstance(part, list) and len(part) == len(first) for part in documents
     ):
         columns = enumerate(zip(*documents, strict=True))
         return [
-            combined(column, number, refuse, where=f"{where}[{index}]", is_measured=is_measured)
+            combined(column, number, refuse, own=own, where=f"{where}[{index}]", is_measured=is_measured)
             for index, column in columns
         ]
     if is_measured and all(isinstance(part, (int, float)) for part in documents):
@@ -58,16 +60,17 @@ def _at(
     parts: Sequence[dict[str, Any]],
     number: Callable[[Sequence[Any]], Any],
     refuse: Callable[[str], Exception],
+    own: int,
     where: str,
 ) -> Any:
     there = next(part[key] for part in parts if key in part)
     if key in _OWN:
-        return there
+        return parts[own].get(key, there)
     is_measured = key.endswith(("_bytes", "_s")) or key in _MEASURED
     # Left out where it is at its default: of numbers, that is 0.
     default = _zero(there) if is_measured else None
     found = [part.get(key, default) for part in parts]
-    return combined(found, number, refuse, where=f"{where}.{key}", is_measured=is_measured)
+    return combined(found, number, refuse, own=own, where=f"{where}.{key}", is_measured=is_measured)
 
 
 def _zero(part: Any) -> Any:

@@ -87,7 +87,8 @@ def find_axes(samples: Sequence[Shapes]) -> tuple[Axis, ...]:
             values = tuple(int(sample[name][dim]) for sample in samples)
             if len(set(values)) > 1:
                 known = next((other for other in members if _in_proportion(values, other)), values)
-                ratio = Fraction(values[0], known[0])
+                place = _first_above_0(known)
+                ratio = Fraction(values[place], known[place])
                 members.setdefault(known, []).append(Member(name, dim, ratio.as_integer_ratio()))
     if not members:
         raise SampleError(
@@ -119,7 +120,14 @@ def volume(size: Size) -> int:
 
 
 def _in_proportion(values: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    return all(a * others[0] == b * values[0] for a, b in zip(values, others, strict=True))
+    place = _first_above_0(others)
+    own, other = values[place], others[place]
+    return own > 0 and all(a * other == b * own for a, b in zip(values, others, strict=True))
+
+
+def _first_above_0(values: tuple[int, ...]) -> int:
+    """Where samples differ, one is above 0."""
+    return next(index for index, value in enumerate(values) if value)
 
 
 def _in_words(shapes: Shapes) -> str:

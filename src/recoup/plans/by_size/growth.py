@@ -12,13 +12,15 @@ from math import prod
 
 from recoup.plans.by_size.axes import Size
 
-__all__ = ["Growth"]
+__all__ = ["ENOUGH_FOR_TWO", "Growth"]
 
 _POWERS = {
     1: ((0,), (1,), (2,)),
     2: ((0, 0), (1, 1), (1, 0), (0, 1), (1, 2), (2, 1), (0, 2), (2, 0)),
 }
 """By number of axes: the exponents of each term, the most likely first."""
+ENOUGH_FOR_TWO = 6
+"""Measured sizes that tell how numbers grow along two axes: tokens and, along each, what grows as a square."""
 
 
 class Growth:

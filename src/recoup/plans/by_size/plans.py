@@ -9,7 +9,9 @@ NOTE [ One plan for each range of sizes ]
        plans are made at once. With two axes, and for another budget than the first, a plan is made when its part of the
        grid is first used.
     4. Beyond what was measured the grid goes on, and numbers are extrapolated.
-    5. Where nothing fits the end of a range, the size itself is looked at.
+    5. Few sizes do not tell how bytes grow along two axes. Then a batch gets the plan of the smallest measured one that
+       is at least as large along both; where there is none, the schedule with the smallest peak.
+    6. Where nothing fits the end of a range, the size itself is looked at.
     6. Where nothing fits that, the schedule with the smallest peak is taken: who calls the model is told.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from recoup.planning import Schedule
@@ -53,7 +55,7 @@ class SizeRange:
     @property
     def seconds_per_element(self) -> float:
         """Predicted seconds of a step for each element of the batch (of text: for each token)."""
-        return self.plan.predicted_s / volume(self.up_to)
+        return self.plan.predicted_s / max(1, volume(self.up_to))
 
 
 class PlansBySize:
@@ -119,6 +121,10 @@ class PlansBySize:
         found = self._plans.get(size)
         if found is not None:
             return found
+        if not self.profiles.are_enough and not self.profiles.is_measured(size):
+            smallest = self._ladder.fastest(size, budget_bytes=0)
+            self._plans[size] = replace(smallest, budget_bytes=self.budget_bytes)
+            return self._plans[size]
         found = self._at(self._end_of(size))
         fits = found.predicted_bytes <= usable_bytes(self.budget_bytes, found.profile)
         return found if fits else self._at(size)
@@ -164,6 +170,8 @@ class PlansBySize:
         return plans_from_json(text)
 
     def _end_of(self, size: Size) -> Size:
+        if not self.profiles.are_enough and (bound := self.profiles.bound_of(size)) is not None:
+            return bound
         return tuple(_rounded_up(value, known) for value, known in zip(size, self._grid, strict=True))
 
     def _at(self, size: Size) -> ModelPlan:

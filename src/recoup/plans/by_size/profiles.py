@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
+from operator import le
 from typing import Any
 
 from recoup.errors import SampleError
 from recoup.planning.documents import encode
-from recoup.plans.by_size.axes import Axis, Size, find_axes, size_of, volume
-from recoup.plans.by_size.growth import Growth
+from recoup.plans.by_size.axes import Axis, Shapes, Size, find_axes, size_of, volume
+from recoup.plans.by_size.growth import ENOUGH_FOR_TWO, Growth
 from recoup.plans.combined import combined
 from recoup.plans.profile import Profile
 from recoup.plans.profile_json import decode_profile
@@ -45,9 +46,36 @@ class SizedProfiles:
         return self.profiles[-1]
 
     def is_measured(self, size: Size) -> bool:
-        """Whether a size is no larger than what was measured."""
-        within = all(value <= limit for value, limit in zip(size, self.limits, strict=True))
-        return within and volume(size) <= volume(self.sizes[-1])
+        """Whether a batch that was measured is at least as large along every axis."""
+        return self.bound_of(size) is not None
+
+    def bound_of(self, size: Size) -> Size | None:
+        """The smallest measured size that is at least as large along every axis."""
+        found = (one for one in self.sizes if all(map(le, size, one)))
+        return next(found, None)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether they tell how bytes grow along every axis."""
+        return len(self.axes) == 1 or len(self.sizes) >= ENOUGH_FOR_TWO
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """For each input of the model, the largest along every dimension."""
+        found: dict[str, tuple[int, ...]] = {}
+        for profile in self.profiles:
+            for name, shape in profile.conditions.shapes if profile.conditions else ():
+                found[name] = tuple(map(max, shape, found.get(name, shape)))
+        return found
+
+    def larger_elsewhere(self, shapes: Shapes) -> str | None:
+        """The name of an input that is larger than any measured one along a dimension that belongs to no axis."""
+        known, belongs = self.shapes, {(one.name, one.dim) for axis in self.axes for one in axis.members}
+        for name, shape in shapes.items():
+            pairs = enumerate(zip(shape, known.get(name, ()), strict=False))
+            if any(now > most and (name, dim) not in belongs for dim, (now, most) in pairs):
+                return name
+        return None
 
     def at(self, size: Size) -> Profile:
         """The profile for a size: as measured or, between measured sizes and beyond them, worked out."""
@@ -58,7 +86,7 @@ class SizedProfiles:
             value = self._growth.at(size, tuple(found))
             return ceil(value - 1e-6) if all(isinstance(one, int) for one in found) else value
 
-        return decode_profile(combined(self._documents, number, _refuse))
+        return decode_profile(combined(self._documents, number, _refuse, own=-1))
 
     def size_of(self, profile: Profile) -> Size:
         """The size of the batch that a profile was measured with."""
@@ -84,11 +112,6 @@ def sized_profiles(profiles: Sequence[Profile]) -> SizedProfiles:
         SampleError: they are not of the same step; or of one size.
     """
     shapes = [dict(profile.conditions.shapes) if profile.conditions else {} for profile in profiles]
-    if not all(shapes):
-        raise SampleError(
-            "The step never calls the model itself, so the size of a batch cannot be read from its arguments: let the"
-            " step call the model, or fit one sample."
-        )
     return in_order(find_axes(shapes), profiles)
 
 
@@ -101,7 +124,7 @@ def in_order(axes: tuple[Axis, ...], profiles: Sequence[Profile]) -> SizedProfil
     pairs = {_size(axes, profile): profile for profile in reversed(profiles)}
     ordered = sorted(pairs, key=volume)
     found = SizedProfiles(axes, tuple(ordered), tuple(pairs[size] for size in ordered))
-    combined(found._documents, max, _refuse)
+    combined(found._documents, max, _refuse, own=-1)
     return found
 
 
