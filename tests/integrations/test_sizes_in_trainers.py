@@ -22,10 +22,10 @@ def lengths(callback: FittingCallback, data: Any = None) -> list[int]:
 
 
 def test_the_shortest_the_middle_and_the_longest() -> None:
-    """Rows are 6 + 17 n modulo 26 long: of 24 rows every third is looked at, in pairs."""
-    looked_at = sorted(max(6 + 17 * n % 26, 6 + 17 * (n + 3) % 26) for n in (0, 6, 12, 18))
-    assert looked_at == [26, 28, 30, 31]
-    assert lengths(FittingCallback(sizes=True)) == [26, 30, 31]
+    """Rows are 6 + 17 n modulo 26 long: of 12 pairs the first and three others are looked at."""
+    looked_at = sorted(max(6 + 17 * n % 26, 6 + 17 * (n + 1) % 26) for n in (0, 2, 14, 22))
+    assert looked_at == [16, 23, 27, 31]
+    assert lengths(FittingCallback(sizes=True)) == [16, 27, 31]
     assert lengths(FittingCallback()) == [31]
     assert len(lengths(FittingCallback(sizes=True, num_batches=2))) == 2
 

@@ -1,56 +1,60 @@
-"""Which rows of its dataset a loader reads, without moving its sampler."""
+"""Which rows of its dataset a loader reads, in which order, without moving its sampler."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import islice
+from random import Random
 from typing import Any
 
-from torch.utils.data import Dataset, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from recoup.errors import SampleError
 
-__all__ = ["indices_of"]
+__all__ = ["MOST_READ", "indices_of", "innermost_sampler"]
 
-_MOST_READ = 100_000
+MOST_READ = 100_000
 
 
 def indices_of(loader: Any) -> Sequence[Any]:
-    """The indices that a loader's sampler draws from, or those that it would yield next, up to 100,000, sorted.
+    """The indices that a loader's sampler would yield, up to 100,000, in its own order; lists, if it yields batches.
+
+    Where the sampler only shuffles, the order is a fixed one, so that a plan does not depend on a seed.
 
     Raises:
         SampleError: nobody but the loader can tell.
 
-    >>> from torch.utils.data import DataLoader, SubsetRandomSampler
-    >>> indices_of(DataLoader(range(9), batch_size=2, sampler=SubsetRandomSampler([7, 2, 5])))
-    [2, 5, 7]
+    >>> from torch.utils.data import DataLoader
+    >>> indices_of(DataLoader(range(9), batch_size=2, sampler=[7, 2, 5]))
+    [7, 2, 5]
+    >>> sorted(indices_of(DataLoader(range(4), batch_size=2, shuffle=True)))
+    [0, 1, 2, 3]
     """
-    sampler = _innermost(loader)
-    if sampler is loader:
-        return range(len(loader.dataset))
-    if type(sampler) in (SequentialSampler, RandomSampler):
+    sampler = innermost_sampler(loader)
+    if type(sampler) is SequentialSampler:
         return range(len(sampler.data_source))
-    if type(sampler) is DistributedSampler:
-        return range(len(sampler.dataset))  # type: ignore[arg-type]
+    if (pool := _shuffled_by(sampler, loader)) is not None:
+        return Random(0).sample(pool, min(len(pool), MOST_READ))
     # A copy is read, so that neither counters nor generators of the sampler's own move. Data are not copied.
     attributes = getattr(sampler, "__dict__", {})
     data = [loader.dataset, *(held for held in attributes.values() if isinstance(held, Dataset))]
     try:
-        drawn = list(islice(copy.deepcopy(sampler, {id(each): each for each in data}), _MOST_READ))
+        return list(islice(copy.deepcopy(sampler, {id(each): each for each in data}), MOST_READ))
     except Exception as error:
         raise SampleError(
             f"The loader's {type(sampler).__name__} cannot be read without moving it ({error}): give sample=, a batch"
             " as large as the largest."
         ) from error
-    indices = [index for each in drawn for index in (each if isinstance(each, list) else [each])]
-    with suppress(TypeError):  # keys that have no order stay as they were drawn
-        indices.sort()  # so that a plan does not depend on a seed
-    return indices
 
 
-def _innermost(owner: Any) -> Any:
+def innermost_sampler(owner: Any) -> Any:
     """The sampler of rows inside a loader, and inside its samplers of batches; the innermost one that there is."""
     inner = owner
     while inner is not None:
@@ -58,3 +62,14 @@ def _innermost(owner: Any) -> Any:
         inner = getattr(owner, "batch_sampler", None)
         inner = getattr(owner, "sampler", None) if inner is None else inner
     return owner
+
+
+def _shuffled_by(sampler: Any, loader: Any) -> Sequence[Any] | None:
+    """All indices of a sampler that is known to put them in any order."""
+    if sampler is loader:
+        return range(len(loader.dataset))
+    if type(sampler) is RandomSampler:
+        return range(len(sampler.data_source))
+    if type(sampler) is DistributedSampler:
+        return range(len(sampler.dataset))  # type: ignore[arg-type]
+    return list(sampler.indices) if type(sampler) is SubsetRandomSampler else None
