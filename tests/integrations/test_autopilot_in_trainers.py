@@ -43,15 +43,15 @@ def failing(counting: Counting, seed: str) -> Counting:
 
 
 @contextmanager
-def lines_of(name: str) -> Iterator[list[str]]:
-    """What is logged, also at level INFO."""
+def lines_of(name: str, level: int = logging.INFO) -> Iterator[list[str]]:
+    """What is logged at a level, and above."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(name)
     before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
     try:
         yield lines
     finally:

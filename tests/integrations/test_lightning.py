@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from everyday.subjects import assert_same, state_of
 from lightning_subjects import Classifier
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from recoup.engines import is_applied
-from recoup.errors import FitError
+from recoup.errors import FitError, SampleError
 from recoup.integrations.lightning import RecoupCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers and loggers
@@ -67,9 +69,10 @@ def test_the_plan_is_saved_with_the_checkpoint_and_reused(tmp_path: Path) -> Non
     assert resumed.plan.to_json() == first.plan.to_json()
     _, plain = run(path=path, max_epochs=2)
     assert_same(state_of(plain), state_of(module))
-    other = RecoupCallback("1.5MiB", race=False)
-    run(other, path=path, max_epochs=2)
-    assert other.fitted is not None
+    for budget, options in (("1.5MiB", {}), (BUDGET, {"precision": "bf16-mixed"})):
+        other = RecoupCallback(budget, race=False)
+        run(other, path=path, max_epochs=2, **options)
+        assert other.fitted is not None, options
 
 
 def test_figures_go_to_the_loggers(tmp_path: Path) -> None:
@@ -87,3 +90,46 @@ def test_manual_optimization_is_refused() -> None:
     module.automatic_optimization = False
     with pytest.raises(FitError, match=r"optimizes manually. Call recoup.fit with step="):
         run(RecoupCallback(BUDGET), module=module)
+
+
+def batches_of_two_sizes() -> list[Any]:
+    return [(torch.randn(size, 16), torch.randint(10, (size,))) for size in (128, 256)]
+
+
+def test_sizes_need_a_step_that_calls_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused when it has run once."""
+    runs, own = itertools.count(), Classifier.training_step  # a number or a list would be put back
+
+    def counted(self: Any, batch: Any) -> Any:
+        next(runs)
+        return own(self, batch)
+
+    monkeypatch.setattr(Classifier, "training_step", counted)
+    with pytest.raises(
+        SampleError,
+        match=r"training_step of Classifier never calls it: call self\(batch\) in training_step, whose",
+    ):
+        run(RecoupCallback("8MiB", sizes=True, sample=batches_of_two_sizes()))
+    assert next(runs) == 1
+
+
+def test_sizes_of_a_module_that_is_called() -> None:
+    class Called(Classifier):
+        def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.head(self.body(inputs)), targets)
+
+        def training_step(self, batch: Any) -> Tensor:
+            return self(*batch)  # type: ignore[no-any-return]
+
+    callback = RecoupCallback("8MiB", sizes=True, sample=batches_of_two_sizes(), race=False)
+    _, module = run(callback, module=Called())
+    assert callback.fitted is not None
+    assert callback.fitted.by_size is not None
+    assert not module._forward_pre_hooks
+
+
+def test_one_size_is_a_warning() -> None:
+    with pytest.warns(
+        UserWarning, match=r"All batches that were looked at are of one size.* give sample=\[short"
+    ):
+        run(RecoupCallback("8MiB", sizes=True, race=False))

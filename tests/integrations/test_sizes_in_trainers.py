@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,24 @@ def test_samples_of_the_users_own() -> None:
         lengths(FittingCallback(sizes=True, sample=batches[0]))
 
 
+def test_what_recoup_fit_takes_and_a_callback_does_not() -> None:
+    with pytest.raises(
+        SampleError, match=r"is True or False; got \[32, 64\]\. With sizes=True, .* sample=\[short, "
+    ):
+        RecoupCallback(sizes=[32, 64])  # type: ignore[arg-type]
+    with pytest.raises(
+        SampleError, match=r"no samples=: give sample=\[short, medium, long\] with sizes=True"
+    ):
+        RecoupCallback(samples=[torch.zeros(2), torch.zeros(3)])
+
+
 def test_one_size_is_said(tmp_path: Path) -> None:
     callback = RecoupCallback(budget_for(share=2.0), sizes=True, num_batches=1, race=False)
-    with lines_of("transformers.recoup") as lines:
+    with lines_of("transformers.recoup", logging.WARNING) as lines:
         trainer_for(tmp_path, callback, max_steps=1).train()
-    assert lines[-1] == "All batches that were looked at are of one size: there is one plan for it."
+    assert lines == [
+        "All batches that were looked at are of one size: there is one plan for it. If training has others, give"
+        " sample=[short, medium, long], or a larger num_batches=."
+    ]
     assert callback.fitted is not None
     assert callback.fitted.by_size is None

@@ -30,6 +30,9 @@ class FittingCallback:
             looked at are measured, as by ``samples=`` of `recoup.fit`.
         options: further arguments of `recoup.fit`, such as ``engine=`` and ``units=``.
 
+    Raises:
+        SampleError: ``sizes`` is no bool, or ``samples`` are given, as for `recoup.fit`.
+
     Attributes:
         fitted: what `recoup.fit` returned; ``None`` before training.
         pilot: the autopilot, with its events; ``None`` before training, and without one.
@@ -45,6 +48,15 @@ class FittingCallback:
         sizes: bool = False,
         **options: Any,
     ) -> None:
+        if not isinstance(sizes, bool):
+            raise SampleError(
+                f"sizes= of a trainer's callback is True or False; got {sizes!r}. With sizes=True, batches of several"
+                " sizes are found in the training data, or given as sample=[short, medium, long]."
+            )
+        if "samples" in options:
+            raise SampleError(
+                "A trainer's callback takes no samples=: give sample=[short, medium, long] with sizes=True."
+            )
         self.budget, self.sample, self.num_batches, self.options = budget, sample, num_batches, options
         self.autopilot, self.sizes = autopilot, sizes
         self.fitted: Fitted | None = None

@@ -6,7 +6,9 @@ NOTE [ What Lightning's step is made of ]
        of several ranks, and the module's own `backward`. What it logs while it is measured is dropped.
     3. Lightning clears gradients between forward and backward: those of the last step are there in the forward.
     4. The plan is part of the callback's state, so it is in every checkpoint. A run that is resumed with the same
-       budget, batch, options and device applies it without measuring.
+       budget, batch, options, precision, strategy, number of ranks and device applies it without measuring.
+    5. Plans by size are chosen where the module itself is called. Whether training_step does so, `self(batch)`, is
+       seen when it runs first, before anything is measured.
 
 NOTE [ Lightning's closure under the autopilot ]
     1. Lightning runs forward and backward of each micro-batch in a closure, which the optimizer's step calls, or
@@ -22,7 +24,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from recoup.fitting.fitted import Fitted, planned_earlier
 from recoup.integrations.attributes import hold_containers
 from recoup.integrations.callback import FittingCallback
 from recoup.integrations.missing import not_installed
-from recoup.integrations.outcome import figures, headlines, write_outcome
+from recoup.integrations.outcome import ONE_SIZE, figures, headlines, write_outcome
 from recoup.integrations.piloted import run_piloted
 from recoup.piloting import Autopilot
 from recoup.plans import ModelPlan
@@ -45,7 +47,7 @@ from recoup.tensors import tensors_in
 
 try:
     from lightning.pytorch import Callback
-    from lightning.pytorch.utilities import rank_zero_info
+    from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ImportError:
     raise not_installed("lightning") from None
@@ -86,6 +88,9 @@ class RecoupCallback(FittingCallback, Callback):
             "budget": str(self.budget),
             "options": repr(sorted(self.options.items())),
             "batch": repr(shapes),
+            "precision": str(trainer.precision),
+            "strategy": type(trainer.strategy).__name__,
+            "world_size": str(trainer.world_size),
             "device": torch.cuda.get_device_name(pl_module.device)
             if pl_module.device.type == "cuda"
             else "cpu",
@@ -117,13 +122,15 @@ class RecoupCallback(FittingCallback, Callback):
                 "RecoupCallback runs Lightning's own step, and this module optimizes manually. Call recoup.fit with"
                 " step= in its on_train_start instead, and leave the callback out."
             )
-        step = _step_of(trainer, pl_module)
+        step = _step_of(trainer, pl_module, must_call_itself=len(batches) > 1)
         with showing(trainer.progress_bar_callback is not None), _without_logging(pl_module):
             fitted = self.fit_batches(
                 trainer.strategy.model, step, batches, optimizer=trainer.optimizers, accumulates=True
             )
-        for line in headlines(fitted, sizes=self.sizes):
+        for line in headlines(fitted):
             rank_zero_info(f"recoup: {line}")
+        if self.sizes and fitted.by_size is None:
+            rank_zero_warn(f"recoup: {ONE_SIZE}")
         for logger in trainer.loggers:
             logger.log_metrics(figures(fitted), step=trainer.global_step)
         folder = trainer.log_dir if trainer.loggers else None  # all ranks ask: it is exchanged
@@ -190,13 +197,14 @@ def _hold(trainer: Any, kwargs: Any) -> Snapshot:
     return held
 
 
-def _step_of(trainer: Any, module: Any) -> Any:
+def _step_of(trainer: Any, module: Any, *, must_call_itself: bool) -> Callable[[Any], None]:
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def step(batch: Any) -> None:
         if isinstance(batch, (dict, list)):
             batch = copy.copy(batch)  # of which a training_step may take parts away
-        output = trainer.strategy.training_step(*((batch, 0) if takes_index else (batch,)))
+        with _calling_itself(module) if must_call_itself else nullcontext():
+            output = trainer.strategy.training_step(*((batch, 0) if takes_index else (batch,)))
         if output is None:
             raise FitError(
                 "training_step returned None, as it does to skip a batch: give sample=, one that it trains on."
@@ -205,6 +213,27 @@ def _step_of(trainer: Any, module: Any) -> Any:
         module.backward(loss / trainer.accumulate_grad_batches)
 
     return step
+
+
+@contextmanager
+def _calling_itself(module: Any) -> Iterator[None]:
+    """A block in which a module must be called, by NOTE [ What Lightning's step is made of ], 5.
+
+    Raises:
+        SampleError: it was not.
+    """
+    calls: list[None] = []
+    hook = module.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        yield
+    finally:
+        hook.remove()
+    if not calls:
+        raise SampleError(
+            f"With sizes=True the size of a batch is read where the module is called, and training_step of"
+            f" {type(module).__name__} never calls it: call self(batch) in training_step, whose forward calls the"
+            " model, or leave out sizes=True."
+        )
 
 
 @contextmanager

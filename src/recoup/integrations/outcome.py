@@ -8,17 +8,20 @@ from recoup.fitting import Fitted
 from recoup.report.by_size import axes_in_words, rows_by_size
 from recoup.report.summary import summarize
 
-__all__ = ["figures", "headlines", "write_outcome"]
+__all__ = ["ONE_SIZE", "figures", "headlines", "write_outcome"]
+
+ONE_SIZE = (
+    "All batches that were looked at are of one size: there is one plan for it. If training has others, give"
+    " sample=[short, medium, long], or a larger num_batches=."
+)
 
 
-def headlines(fitted: Fitted, *, sizes: bool) -> list[str]:
+def headlines(fitted: Fitted) -> list[str]:
     """What a trainer's log says: a sentence, and another about the ranges of sizes that have a plan each."""
     found = [summarize(fitted).headline]
     if fitted.by_size is not None:
         ranges = "; ".join(f"up to {row.up_to}: {row.what}" for row in rows_by_size(fitted.by_size))
         found.append(f"Plans by size, {axes_in_words(fitted.by_size)} {ranges}.")
-    elif sizes:
-        found.append("All batches that were looked at are of one size: there is one plan for it.")
     return found
 
 

@@ -3,8 +3,8 @@
 NOTE [ When the plan is made ]
     1. In `on_train_begin`: by then the model is on its device, wrapped and cast, and the optimizer is the one that
        steps. The step is the trainer's own `training_step`, with its loss, precision, accumulation and label smoothing.
-    2. The batch is the largest of a few, made by the trainer's collator of rows from all over its dataset. Its loader
-       is not touched, so training sees the same batches as without a plan.
+    2. The batch is the largest of a few of its sampler's, made by the trainer's collator. Its loader is not touched,
+       so training sees the same batches as without a plan.
     3. Every call of ``train()`` plans anew: batch size, precision or data may have changed in between.
 
 NOTE [ The trainer's step under the autopilot ]
@@ -28,7 +28,7 @@ from recoup.errors import FitError
 from recoup.integrations.attributes import attributes_held, hold_containers
 from recoup.integrations.callback import FittingCallback
 from recoup.integrations.missing import not_installed
-from recoup.integrations.outcome import figures, headlines, write_outcome
+from recoup.integrations.outcome import ONE_SIZE, figures, headlines, write_outcome
 from recoup.integrations.piloted import run_piloted
 from recoup.integrations.too_large import as_out_of_memory
 from recoup.piloting import Autopilot
@@ -74,8 +74,10 @@ class RecoupCallback(FittingCallback, TrainerCallback):
             _logger.warning(
                 "gradient_checkpointing=True is replaced by recoup's plan, which decides what to recompute."
             )
-        for line in headlines(self.fitted, sizes=self.sizes):
+        for line in headlines(self.fitted):
             _logger.info(line)
+        if self.sizes and self.fitted.by_size is None:
+            _logger.warning(ONE_SIZE)
         trainer.log(figures(self.fitted))
         if state.is_world_process_zero and args.output_dir is not None:
             write_outcome(self.fitted, args.output_dir)
