@@ -349,7 +349,7 @@ def test_copies_pick_as_the_model_does(copied: Callable[[Any], Any]) -> None:
     assert peaks[0] < peaks[1] <= peaks[2]
 
 
-@pytest.mark.parametrize("engine", ["captured", "compiled"])
+@pytest.mark.parametrize("engine", ["captured", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_captured_units(engine: str) -> None:
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.GELU()) for _ in range(3))

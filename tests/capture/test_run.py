@@ -138,12 +138,12 @@ class TestCompilations:
     ) -> None:
         """Symbolic sizes are further nodes of the graph, which must not change what a name stands for."""
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing that was compiled before
-        module = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.GELU())
+        module = nn.Sequential(nn.Linear(8, 32), nn.GELU())
         graph = captured(module, ((torch.randn(32, 5, 8, requires_grad=True),), {}), engine)
         names = graph.names(graph.needed)
         cut = Cut(engine, graph.digest, (names[len(names) // 2],))
         found = {}
-        for rows in (32, 24, 16, 8):
+        for rows in (32, 24, 16):
             given = (torch.randn(rows, 5, 8, requires_grad=True),), {}
             found[rows] = held_bytes(at(module, cut), given)
         assert found[32] > 0

@@ -214,6 +214,7 @@ def test_a_refusal_makes_the_batch_smaller_where_the_trainer_looks_for_one(tmp_p
         trainer.train()
 
 
+@pytest.mark.slow
 def test_the_batch_shrinks_until_a_plan_fits(tmp_path: Path) -> None:
     """Batches of 16 rows do not fit, whatever is recomputed."""
     callback = RecoupCallback("1100KiB", race=False)

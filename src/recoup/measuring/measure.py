@@ -38,6 +38,7 @@ from recoup.measuring.unit.captured import captured_recipes, is_further_cut, run
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
 from recoup.measuring.unit.pace import ESTIMATED_PACE, USUAL_PACE, Pace, find_pace, time_plain_step
 from recoup.measuring.unit.recipes import Effort, large_behaviours
+from recoup.model.checks import check_model
 from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.conditions import recording
 from recoup.model.optimizers import Optimizers
@@ -118,6 +119,7 @@ def measure(
     >>> profile.device, profile.residents.parameter_bytes // 2**30, profile.seconds_are_estimates
     ('H200 (estimated)', 16, True)
     """
+    check_model(model)
     if engine != "eager" and hardware is not None:
         raise SampleError(f"engine={engine!r} is measured, not estimated: leave hardware= out.")
     cluster, unsafe = read_ranks(ranks), unsafe or {}

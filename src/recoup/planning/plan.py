@@ -376,21 +376,16 @@ class Session:
 
     def _fitting(self, candidates: Iterable[Candidate], budget_bytes: int) -> Candidate | None:
         """The first of several schedules that fits a budget."""
-        fitting = (
-            candidate
-            for candidate in candidates
-            if self._simulate(candidate.schedule).peak_bytes <= budget_bytes
-        )
-        return next(fitting, None)
+        for candidate in candidates:
+            if self._simulate(candidate.schedule).peak_bytes <= budget_bytes:
+                return candidate
+        return None
 
     def _budget_error(self, budget_bytes: int) -> BudgetError:
         smallest = self.smallest_bytes
         if budget_bytes >= smallest:
             names = ", ".join(solver.name for solver in self.solvers)
-            raise AssertionError(
-                f"{names}: no answer for {budget_bytes} bytes, though the smallest budget is said to be {smallest}"
-                " bytes"
-            )
+            raise AssertionError(f"{names}: no answer for {budget_bytes} bytes; smallest budget: {smallest}")
         tight = self.plan(smallest)
         unit = self.problem.units[tight.predicted.peak.unit].name
         return BudgetError(
