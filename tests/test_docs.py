@@ -9,11 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from slowly import slow_but
 
 import recoup
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LONG = ROOT / "docs" / "howto" / "seventy_billion.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -44,7 +46,11 @@ def _only_python(text: str) -> str:
 @pytest.mark.filterwarnings("ignore:.*num_workers.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*less than the logging interval.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    slow_but([page for page in PAGES if page != LONG], PAGES),
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_every_block_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,5 +14,6 @@ def test_trainers_on_two_ranks(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, trainer_on_two_ranks)
 
 
+@pytest.mark.slow
 def test_lightning_on_two_ranks(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, lightning_on_two_ranks)

@@ -174,7 +174,8 @@ def activation_bytes(num_units: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "depths", slow_but([(50, 100, 200)], [(50, 100, 200), (50, 100, 400), (50, 100, 200, 400, 1000)])
+    "depths",
+    slow_but([(25, 50, 100)], [(25, 50, 100), (50, 100, 200), (50, 100, 400), (50, 100, 200, 400, 1000)]),
 )
 def test_the_smallest_budget_grows_with_the_logarithm_of_the_depth(depths: tuple[int, ...]) -> None:
     """Up to a few hundred units. More are planned in a hundred groups, whose inner outputs are there together."""

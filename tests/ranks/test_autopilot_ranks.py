@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from autopilot_checks import (
     accumulated_without_reductions,
     one_rank_fails,
@@ -25,5 +26,6 @@ def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, sharded)
 
 
+@pytest.mark.slow
 def test_two_ranks_with_batches_of_their_own_sizes(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, sizes_differ)

@@ -385,7 +385,8 @@ class Session:
         smallest = self.smallest_bytes
         if budget_bytes >= smallest:
             names = ", ".join(solver.name for solver in self.solvers)
-            raise AssertionError(f"{names}: no answer for {budget_bytes} bytes; smallest budget: {smallest}")
+            asked = f"{names}: no answer for {budget_bytes} bytes"
+            raise AssertionError(f"{asked}, though the smallest budget is said to be {smallest} bytes")
         tight = self.plan(smallest)
         unit = self.problem.units[tight.predicted.peak.unit].name
         return BudgetError(
