@@ -98,9 +98,12 @@ def batch_in_words(plans: PlansBySize, size: Size) -> str:
 
 
 def _beyond(plans: PlansBySize, size: Size, plan: ModelPlan) -> str:
-    largest = batch_in_words(plans, plans.profiles.sizes[-1])
+    measured = f"up to {batch_in_words(plans, plans.profiles.sizes[-1])}"
+    if len(size) > 1:
+        every = "; ".join(batch_in_words(plans, one) for one in plans.profiles.sizes)
+        measured = f"none is as large along both axes: {every}"
     return (
-        f"A batch is larger ({batch_in_words(plans, size)}) than all that were measured (up to {largest}): its bytes"
+        f"A batch is larger ({batch_in_words(plans, size)}) than all that were measured ({measured}): its bytes"
         f" are extrapolated, and its plan is predicted to peak at {format_bytes(plan.predicted_bytes)} of"
         f" {format_bytes(plan.budget_bytes)}. Fit with a sample as large as any in training."
     )

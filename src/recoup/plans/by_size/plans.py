@@ -12,7 +12,7 @@ NOTE [ One plan for each range of sizes ]
     5. Few sizes do not tell how bytes grow along two axes. Then a batch gets the plan of the smallest measured one that
        is at least as large along both; where there is none, the schedule with the smallest peak.
     6. Where nothing fits the end of a range, the size itself is looked at.
-    6. Where nothing fits that, the schedule with the smallest peak is taken: who calls the model is told.
+    7. Where nothing fits that, the schedule with the smallest peak is taken: who calls the model is told.
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ class PlansBySize:
         if found is not None:
             return found
         if not self.profiles.are_enough and not self.profiles.is_measured(size):
-            smallest = self._ladder.fastest(size, budget_bytes=0)
-            self._plans[size] = replace(smallest, budget_bytes=self.budget_bytes)
-            return self._plans[size]
+            return self._at(size)
         found = self._at(self._end_of(size))
         fits = found.predicted_bytes <= usable_bytes(self.budget_bytes, found.profile)
         return found if fits else self._at(size)
@@ -176,7 +174,9 @@ class PlansBySize:
 
     def _at(self, size: Size) -> ModelPlan:
         if size not in self._plans:
-            self._plans[size] = self._ladder.fastest(size, self.budget_bytes)
+            is_known = self.profiles.are_enough or self.profiles.is_measured(size)
+            found = self._ladder.fastest(size, self.budget_bytes if is_known else 0)
+            self._plans[size] = replace(found, budget_bytes=self.budget_bytes)
         return self._plans[size]
 
     def _make_grid(self) -> list[list[int]]:
