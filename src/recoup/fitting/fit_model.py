@@ -152,8 +152,9 @@ def fit(
             with unsynchronized([model, *training.reached.modules]):
                 found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
                 by_size, seen = fitting.run_sizes(found[0], others, verifies=verify) if others else (None, ())
-            apply(model, found[0] if by_size is None else by_size)
-            ranks.check_same(found[0].to_json(), "The plan")
+            applied = found[0] if by_size is None else by_size
+            apply(model, applied)
+            ranks.check_same(applied.to_json, "The plan")
         except BaseException:
             earlier.put_back()
             raise
