@@ -10,6 +10,9 @@ layers were taken from, and compares. It writes
 
 ``--name H200`` measures classes of kernels against that entry of the table of known GPUs, so that the file can be
 shipped with it; unless given, the device's own measured peaks are taken. ``--small`` tries the script on a CPU.
+
+``--name H200 --again benchmarks/results/estimates_h200_202611.json`` needs no GPU: it estimates the same steps with the
+file that is shipped, and compares with what an earlier run measured.
 """
 
 from __future__ import annotations
@@ -196,6 +199,20 @@ def compare(
     return row
 
 
+def estimated_again(path: Path, hardware: Hardware) -> list[dict[str, Any]]:
+    """The measured steps of an earlier run, with estimates for hardware that need not be here."""
+    rows = []
+    for row in json.loads(path.read_text())["rows"]:
+        torch.manual_seed(0)
+        case, dtype = CASES[row["model"]](True), getattr(torch, row["dtype"])
+        sample = converted(case.sample, torch.device("cpu"), dtype)
+        profile = recoup.measure(case.model.to(dtype), sample, loss=case.loss, hardware=hardware)
+        host_s = row["num_operations"] * hardware.host_s
+        rows.append({**row, "host_s": host_s, "after_s": profile.plain.seconds})
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
 def error(row: dict[str, Any], which: str) -> float:
     return float(row[which] / row["measured_s"] - 1)
 
@@ -241,11 +258,18 @@ def classes_table(found: Hardware) -> list[str]:
 def main() -> None:
     """Measures the classes of kernels, compares, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="a folder")
+    parser.add_argument("--output", type=Path, help="a folder")
+    parser.add_argument("--again", type=Path, help="figures of an earlier run; needs --name, and no GPU")
     parser.add_argument("--name", help="a known GPU whose published peaks to take")
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--small", action="store_true", help="small models, for a CPU")
     options = parser.parse_args()
+    if options.again is not None and options.name:
+        rows = estimated_again(options.again, find_hardware(options.name))
+        print("\n".join(summary(rows, which) for which in ("before_s", "after_s")))
+        return
+    if options.output is None:
+        parser.error("give --output FOLDER, or --name and --again")
     begin = time.perf_counter()
     options.output.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
