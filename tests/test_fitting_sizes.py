@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recoup
+import recoup.capture.run
 from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleError
 from recoup.fitting import Fitted
 from recoup.fitting import by_size as one_size
@@ -377,6 +379,41 @@ def test_captured_units(engine: str) -> None:
         loss(plain(batch)).backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_other_sizes_and_plans_capture_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cut is captured for the largest size and, with a symbolic one, for all others: when it is measured."""
+    counts: Counter[Any] = Counter()
+    partition = recoup.capture.run.partition
+
+    def counted(cut: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[cut] += 1
+        return partition(cut, *args, **kwargs)
+
+    monkeypatch.setattr(recoup.capture.run, "partition", counted)
+    torch.manual_seed(0)
+    width = 24  # of no other test: what is captured is shared
+    blocks = (
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)
+    )
+    model = nn.Sequential(*blocks)
+    samples = [torch.randn(n, width) for n in (64, 256, 512)]
+
+    def loss(output: Tensor) -> Tensor:
+        return output.square().mean()
+
+    units = ["0", "1", "2", "3"]
+    profile = recoup.measure(model, samples[-1], loss=loss, engine="captured", units=units)
+    least = recoup.minimum_budget(profile)
+    budget = int(least + 0.3 * (profile.plain_bytes - least))
+    fitted = recoup.fit(model, samples=samples, loss=loss, engine="captured", units=units, budget=budget)
+    by_size, measured = fitted.by_size, counts.copy()
+    assert by_size is not None
+    assert measured, "nothing was captured"
+    assert len({by_size.plan_for((rows,)).items for rows in (60, 200, 300, 400, 512)}) > 1
+    for rows in (60, 200, 300, 400, 512, 450, 64):
+        loss(model(torch.randn(rows, width))).backward()
+    assert counts == measured
 
 
 @pytest.mark.parametrize(
