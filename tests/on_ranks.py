@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +19,25 @@ from recoup.plans.profile import Profile
 WIDTH, NUM_BLOCKS = 32, 5
 
 
-def on_ranks(num_ranks: int, folder: Path, *checks: Callable[[int], None]) -> None:
+def on_ranks(num_ranks: int, *checks: Callable[[int], None]) -> None:
     """Runs checks one after the other in fresh processes, which can import what is directly in ``tests``."""
-    torch.multiprocessing.spawn(_run, (num_ranks, str(folder / "rendezvous"), checks), nprocs=num_ranks)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(_run, (num_ranks, store.port, checks), nprocs=num_ranks)
 
 
-def _run(rank: int, num_ranks: int, path: str, checks: tuple[Callable[[int], None], ...]) -> None:
+def _run(rank: int, num_ranks: int, port: int, checks: tuple[Callable[[int], None], ...]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error", RecoupWarning)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=num_ranks)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     try:
         for check in checks:
             check(rank)
-            dist.barrier()
+            if dist.is_initialized():
+                dist.barrier()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     # Threads of gloo's may outlive their group, and end the process with an error when it exits.
     os._exit(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +39,7 @@ from recoup.planning import Schedule
 from recoup.plans.by_hand import plan_by_hand
 from recoup.plans.largest import largest_profile
 from recoup.policies import EveryN, UniformSegments
-from recoup.ranks import find_ranks
+from recoup.ranks import find_ranks, meetings
 
 
 def _assert_one_plan(fitted: recoup.Fitted) -> None:
@@ -71,8 +72,8 @@ def exchanges(rank: int) -> None:
     assert (ranks.largest(rank), ranks.smallest(rank)) == (ranks.size - 1, 0)
     assert ranks.from_first(lambda: f"made by {rank}") == "made by 0"
 
-    def fail(error: Exception, meanwhile: Callable[[], Any] = lambda: None) -> None:
-        with ranks.together():
+    def fail(error: Exception, meanwhile: Callable[[], Any] = lambda: None, **more: Any) -> None:
+        with ranks.together(**more):
             if rank == 1:
                 raise error
             meanwhile()
@@ -85,6 +86,13 @@ def exchanges(rank: int) -> None:
         fail(KeyError("early"), lambda: ranks.largest(0))
     with pytest.raises(ValueError, match="first"), ranks.together():
         ranks.from_first(lambda: int("first"))
+    assert ranks.gathered(rank) == list(range(ranks.size))
+    # Nobody is aborted who is slow while no rank has failed, or comes soon after one has.
+    with patch.multiple(meetings, _POLL_S=0.01, _GRACE_S=0.1):
+        with ranks.together(communicates=True):
+            time.sleep(0.5 if rank == 0 else 0.0)
+        with pytest.raises(KeyError, match="soon"):
+            fail(KeyError("soon"), communicates=True)
     assert ranks.gathered(rank) == list(range(ranks.size))
     assert find_ranks(together=False).size == 1
 
@@ -409,3 +417,46 @@ def unequal_ranks(rank: int) -> None:
     # Alone, ranks fit what they like.
     fitted = recoup.fit(make_model(3 - rank % 2), batch_of(rank), budget="1GiB", loss=loss_of, together=False)
     assert fitted.profile.residents.other_bytes == batch_of(rank).nbytes
+
+
+class _Failing(nn.Module):
+    """Fails when it is told to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.fails = inner, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ZeroDivisionError("on rank 1 only")
+        out: Tensor = self.inner(x)
+        return out
+
+
+def fails_in_a_real_step(rank: int) -> None:
+    """One rank alone, before it gathers parameters: the others do not wait for it, and all raise its error.
+
+    To be run last: the process group is aborted.
+    """
+    model = make_model()
+    failing = model.blocks[2] = _Failing(model.blocks[2])
+    record = RealSteps._record
+
+    def record_failing(steps: RealSteps) -> Any:
+        failing.fails = rank == 1
+        return record(steps)
+
+    _shard(model)
+    begin = time.monotonic()
+    with (
+        patch.multiple(meetings, _POLL_S=0.1, _GRACE_S=0.5),
+        patch.object(RealSteps, "_record", record_failing),
+        pytest.raises(FitError, match=r"^Rank 1 failed: ZeroDivisionError: on rank 1 only\n.* aborted"),
+    ):
+        recoup.fit(model, batch_of(rank), budget="1GiB", loss=loss_of)
+    assert time.monotonic() - begin < 30
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert dist.get_rank() == rank
+    with pytest.raises(RuntimeError, match=r"pair closure|Connection"):
+        dist.barrier()
+    dist.destroy_process_group()

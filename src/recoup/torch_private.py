@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -265,6 +266,50 @@ def has_unreduced_gradients(groups: Sequence[Any]) -> bool:
     return any(
         one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None for one in found
     )
+
+
+def own_store(prefix: str) -> Any:
+    """The store of the default process group in a connection of its own, with a prefix for keys; MPI has none.
+
+    Over a connection that others use, a read could wait until their own, which may be blocked, has ended.
+    """
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    return None if store is None else torch.distributed.distributed_c10d.PrefixStore(prefix, store.clone())
+
+
+def abort_groups(members: Sequence[int]) -> None:
+    """Ends what waits in process groups among some ranks, with an error; the groups cannot be used any more.
+
+    The public `destroy_process_group` waits for it instead, and torch's own `_abort_process_group` also forgets the
+    groups, so that not even the rank can be asked for.
+    """
+    found = [group for group in torch.distributed.distributed_c10d._world.pg_map if _is_among(group, members)]
+    for group in found:
+        # gloo has no abort, but closes all connections of a group when one receive times out.
+        with suppress(RuntimeError, ValueError):
+            other = 1 - min(group.rank(), 1)
+            waiting: Any = torch.distributed.irecv(torch.empty(1), group_src=other, group=group)
+            waiting.wait(timedelta(milliseconds=1))
+    backends = [_nccl_backend(group) for group in found]
+    nccl = next((backend for backend in backends if backend is not None), None)
+    if nccl is not None:
+        nccl._group_start()  # else one communicator's abort could wait for another one's
+    for group in found:
+        group.abort()
+    if nccl is not None:
+        nccl._group_end()
+
+
+def _is_among(group: Any, members: Sequence[int]) -> bool:
+    return group.size() > 1 and set(torch.distributed.get_process_group_ranks(group)) <= set(members)
+
+
+def _nccl_backend(group: Any) -> Any:
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    return backend if hasattr(backend, "_group_start") else None
 
 
 _ALLOCATE = "empty_strided_cpu"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from on_ranks import on_ranks
 from trainer_checks import lightning_on_two_ranks, trainer_on_two_ranks
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trainers_on_two_ranks(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, trainer_on_two_ranks)
+def test_trainers_on_two_ranks() -> None:
+    on_ranks(2, trainer_on_two_ranks)
 
 
 @pytest.mark.slow
-def test_lightning_on_two_ranks(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, lightning_on_two_ranks)
+def test_lightning_on_two_ranks() -> None:
+    on_ranks(2, lightning_on_two_ranks)

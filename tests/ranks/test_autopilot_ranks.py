@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from autopilot_checks import (
     accumulated_without_reductions,
@@ -16,16 +14,14 @@ from autopilot_checks import (
 from on_ranks import on_ranks
 
 
-def test_two_ranks_of_which_one_fails(tmp_path: Path) -> None:
-    on_ranks(
-        2, tmp_path, one_rank_fails, the_least_room_decides, accumulated_without_reductions, other_errors
-    )
+def test_two_ranks_of_which_one_fails() -> None:
+    on_ranks(2, one_rank_fails, the_least_room_decides, accumulated_without_reductions, other_errors)
 
 
-def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, sharded)
+def test_two_ranks_with_sharded_parameters() -> None:
+    on_ranks(2, sharded)
 
 
 @pytest.mark.slow
-def test_two_ranks_with_batches_of_their_own_sizes(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, sizes_differ)
+def test_two_ranks_with_batches_of_their_own_sizes() -> None:
+    on_ranks(2, sizes_differ)

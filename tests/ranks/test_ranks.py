@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from on_ranks import on_ranks
@@ -13,6 +11,7 @@ from rank_checks import (
     batches_of_several_sizes,
     data_parallel_settings,
     exchanges,
+    fails_in_a_real_step,
     sharded_after_planning,
     sharded_before_planning,
     sharded_in_segments,
@@ -28,10 +27,9 @@ import recoup
 from recoup.errors import FitError
 
 
-def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
+def test_two_ranks_with_data_parallelism() -> None:
     on_ranks(
         2,
-        tmp_path,
         exchanges,
         wrapped_after_fitting,
         wrapped_before_fitting,
@@ -43,15 +41,15 @@ def test_two_ranks_with_data_parallelism(tmp_path: Path) -> None:
     )
 
 
-def test_two_ranks_with_sharded_parameters(tmp_path: Path) -> None:
+def test_two_ranks_with_sharded_parameters() -> None:
     on_ranks(
         2,
-        tmp_path,
         tensor_parallel,
         sharded_in_segments,
         sharded_before_planning,
         sharded_after_planning,
         a_sharded_step_of_the_users,
+        fails_in_a_real_step,
     )
 
 
@@ -69,5 +67,5 @@ def test_together_that_is_none() -> None:
             call()
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, exchanges, wrapped_after_fitting)
+def test_four_ranks() -> None:
+    on_ranks(4, exchanges, wrapped_after_fitting)

@@ -105,7 +105,7 @@ class RealSteps:
         Raises:
             VerificationError: a replay differs from its forward.
         """
-        with self.step.ranks.together():
+        with self.step.together():
             recorded = self._record()
         return replace(recorded, peak_bytes=self.step.ranks.largest(recorded.peak_bytes))
 
@@ -147,7 +147,7 @@ class RealSteps:
             # A step of the user's may do something else each time: all begin with the same counters.
             # Comparisons of replays are rare in a long training: they would count too much in a few steps.
             repeated = self.step.repeated() if self.step.changes_parameters else nullcontext()
-            with self.step.ranks.together(), repeated, sampling("never"):
+            with self.step.together(), repeated, sampling("never"):
                 self._prepare()
                 timing = self.meter.time_step(self._run)
             # Of several ranks, the slowest.
@@ -160,7 +160,7 @@ class RealSteps:
         """What ``see`` makes of the gradients after a step, and of the parameters where a step may change them."""
         run = partial(self._after_step, see, names)
         # Generated code would be compiled once more under other settings.
-        with self.step.ranks.together():
+        with self.step.together():
             return run() if self.is_generated else deterministically(run)
 
     def _after_step(self, see: Callable[[Tensor], T], names: Sequence[str] | None) -> dict[str, T]:

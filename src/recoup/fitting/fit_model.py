@@ -149,7 +149,10 @@ def fit(
                 settings=settings,
                 in_flight=in_flight,
             )
-            with unsynchronized([model, *training.reached.modules]):
+            with (
+                unsynchronized([model, *training.reached.modules]),
+                ranks.together(communicates=training.waits_in_units),
+            ):
                 found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
                 by_size, seen = fitting.run_sizes(found[0], others, verifies=verify) if others else (None, ())
             applied = found[0] if by_size is None else by_size
@@ -197,7 +200,10 @@ def verify(
         training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer, ranks=ranks)
         if isinstance(plan, PlansBySize):
             chosen = plan_of_call(plan, inner.forward, training.args, training.kwargs)
-        with unsynchronized([model, *training.reached.modules]):
+        with (
+            unsynchronized([model, *training.reached.modules]),
+            ranks.together(communicates=training.waits_in_units),
+        ):
             return verify_step(training, chosen)
 
 

@@ -153,7 +153,7 @@ def begin_measurement(
     Generated code is compiled with these settings, as a `Cut` has them.
     """
     meter = make_meter(device_of(step.model, step.given))
-    meter.waits = step.communicates and not step.shards
+    meter.waits = step.waits_in_units
     meter.settle()
     with step.plain():
         cost = joint_cost(map(optimizer_cost, step.optimizers))

@@ -94,6 +94,15 @@ class TrainingStep:
         """All parts of the sample."""
         return (self.args, self.kwargs, self.targets)
 
+    @property
+    def waits_in_units(self) -> bool:
+        """Whether its operations wait for other ranks even while units run one at a time."""
+        return self.communicates and not self.shards
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block that runs real steps, after which all ranks raise the error of the first that failed in it."""
+        return self.ranks.together(communicates=self.communicates)
+
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """A block that may run the step, and leaves no trace of it.

@@ -6,22 +6,24 @@ NOTE [ One plan on all ranks ]
     2. Every exchange of values also exchanges errors: a rank that fails says so at its next exchange, whichever that
        is for the others, and all raise the same error there. An error is exchanged once.
     3. `Ranks.together` is an exchange at the end of a block, for errors that somebody catches: all ranks catch them.
-    4. A step that communicates by itself (sharded parameters) can wait for a rank that failed before it communicated.
-       Nothing here can wake it; the process group's timeout does.
+    4. A step that communicates by itself (sharded parameters) can wait for a rank that failed before it communicated:
+       ``meetings.py`` ends it.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 
 from recoup.errors import FitError
-from recoup.torch_private import without_modes
+from recoup.ranks.meetings import Meetings
+from recoup.torch_private import own_store, without_modes
 
 __all__ = ["ALONE", "SAME_STEP", "Ranks", "find_ranks"]
 
@@ -35,7 +37,7 @@ _IS_SHARED = "_recoup_is_shared"
 
 
 class Ranks:
-    """The ranks of one process group. For a rank alone, values stay as they are.
+    """The ranks of one process group, all of which make this object. For a rank alone, values stay as they are.
 
     Args:
         group: their process group; ``None`` for all ranks.
@@ -48,6 +50,11 @@ class Ranks:
 
     def __init__(self, group: Any = None, *, size: int = 1, rank: int = 0) -> None:
         self.group, self.size, self.rank = group, size, rank
+        self._meetings: Meetings | None = None
+        if size > 1:
+            name = self._exchange(None, f"recoup/{uuid4()}")[0]
+            store = own_store(name)
+            self._meetings = None if store is None else Meetings(store, self._members())
 
     def gathered(self, value: T) -> list[T]:
         """The values of all ranks, in their order.
@@ -86,9 +93,11 @@ class Ranks:
         """The same ranks in a group that communicates over the host: nobody waits for a device. All ranks call this."""
         if self.size == 1:
             return self
-        members = torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
-        group = torch.distributed.new_group(members, backend="gloo", use_local_synchronization=True)
+        group = torch.distributed.new_group(self._members(), backend="gloo", use_local_synchronization=True)
         return Ranks(group, size=self.size, rank=self.rank)
+
+    def _members(self) -> list[int]:
+        return torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
 
     def check_same(self, write: Callable[[], str], what: str) -> None:
         """Compares what each rank writes by its hash; a rank alone writes nothing.
@@ -104,26 +113,32 @@ class Ranks:
             raise FitError(f"{what} of rank {others[0]} is not that of rank 0. {SAME_STEP}")
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block after which all ranks raise the error of the first of them that failed in it."""
+    def together(self, *, communicates: bool = False) -> Iterator[None]:
+        """A block after which all ranks raise the error of the first of them that failed in it.
+
+        Args:
+            communicates: whether steps in the block wait for other ranks by themselves.
+        """
         if self.size == 1:
             yield
             return
-        failed: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            if getattr(error, _IS_SHARED, False):
-                raise
-            failed = error
-        try:
-            self._exchange(failed, None)
-        finally:
-            failed = None  # else this frame and the error would hold each other
+        with self._meetings.watched() if communicates and self._meetings else nullcontext():
+            failed: Exception | None = None
+            try:
+                yield
+            except Exception as error:
+                if getattr(error, _IS_SHARED, False):
+                    raise
+                failed = error
+            try:
+                self._exchange(failed, None)
+            finally:
+                failed = None  # else this frame and the error would hold each other
 
     def _exchange(self, error: Exception | None, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
         packed = None if error is None else _packed(error)
+        self._meet(error)
         torch.distributed.all_gather_object(found, (packed, value), group=self.group)
         for rank, (failure, _) in enumerate(found):
             if failure is None:
@@ -133,6 +148,16 @@ class Ranks:
                 raise error
             raise _unpacked(failure) from RuntimeError(f"Raised on rank {rank}.")
         return [value for _, value in found]
+
+    def _meet(self, error: Exception | None) -> None:
+        if self._meetings is None:
+            return
+        failure = None if error is None else f"Rank {self.rank} failed: {type(error).__name__}: {error}"
+        try:
+            self._meetings.meet(failure)
+        except FitError as aborted:
+            setattr(aborted, _IS_SHARED, True)
+            raise aborted from error
 
 
 ALONE = Ranks()
