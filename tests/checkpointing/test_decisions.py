@@ -389,6 +389,24 @@ def test_checkpoints_inside_each_other() -> None:
         assert_same(gradients(lambda x: checkpoint(inner, x), model, x), plain)
 
 
+def test_a_replay_inside_adds_nothing_to_what_the_call_around_it_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x, plain = stack_of(2)
+    late: list[Any] = []
+    add = decisions.Recording.add
+
+    def noted(region: Any, kept: decisions.Kept) -> None:
+        late.extend([kept] if region.is_settled else [])
+        add(region, kept)
+
+    monkeypatch.setattr(decisions.Recording, "add", noted)
+    for _ in range(12):  # from the ninth on, only the functions that decide are watched
+        run = lambda x: checkpoint(lambda x: checkpoint(model[1], checkpoint(model[0], x)), x)  # noqa: E731
+        assert_same(gradients(run, model, x), plain)
+    assert late == []
+
+
 @pytest.mark.parametrize("groups", [(), (Group(0, 1), Group(2, 3)), (Group(1, 3, (Group(2, 3),)),)])
 def test_spans(groups: tuple[Group, ...]) -> None:
     model, x, plain = stack_of(4)

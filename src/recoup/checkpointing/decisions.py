@@ -61,6 +61,7 @@ __all__ = [
     "Handing",
     "Kept",
     "Learning",
+    "OfFunctions",
     "Recording",
     "Region",
     "most_bytes_of",
@@ -266,8 +267,11 @@ ALL = Functions(["all"])
 """Stands for everything: the call may decide anywhere."""
 
 
-class _OfFunctions(TorchFunctionMode, ABC):
-    """Sees the functions of torch as the user's code calls them, but not while code is compiled."""
+class OfFunctions(TorchFunctionMode, ABC):
+    """Sees the functions of torch as the user's code calls them, but not while code is compiled.
+
+    It belongs to one run of a call: a replay inside that call, later, does not stand in it.
+    """
 
     def __torch_function__(
         self,
@@ -286,7 +290,7 @@ class _OfFunctions(TorchFunctionMode, ABC):
         """Runs a function, outside of compilation."""
 
 
-class _WatchInside(_OfFunctions):
+class _WatchInside(OfFunctions):
     """Shows the operations of some functions to a region."""
 
     def __init__(self, region: Region, functions: Functions) -> None:
@@ -301,7 +305,7 @@ class _WatchInside(_OfFunctions):
             return func(*args, **kwargs)
 
 
-class Learning(_OfFunctions):
+class Learning(OfFunctions):
     """Finds out which functions decide, while a region sees all operations."""
 
     def __init__(self, region: Recording) -> None:
