@@ -145,3 +145,27 @@ def test_what_only_a_sweep_leaves() -> None:
     assert levels(steps(copies), *actions) == [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 0, 0, 0]
     for_light = Lifetime("copies", 7, made=forward(0, SWEPT), read=[forward(0, 1)])
     assert set(levels(steps(for_light), *actions)[1:]) == {0}
+
+
+def test_what_a_sweep_leaves_for_as_long_as_its_segment_lives() -> None:
+    of_segment = Use(Phase.SEGMENT, 1)
+    copies = Lifetime("copies", 7, made=Use(Phase.FIRST, 1, (SWEPT,)), read=[of_segment])
+    assert levels(steps(copies), *PLAIN) == [0] * 12
+    actions = (Forward(0), Forward(1), keep(2), b(2), keep(0), keep(1), b(1), b(0))
+    # Unit 0 begins the segment: beyond the backward of unit 1, until its own has run.
+    assert levels(steps(copies), *actions) == [0, 0, *[7] * 13, 0]
+    # A sweep inside the replay leaves nothing more; the segment is the outermost.
+    nested = (
+        Forward(0),
+        Forward(1),
+        keep(2),
+        b(2),
+        keep(0),
+        Forward(1, keep=Keep.INPUT),
+        keep(1),
+        b(1),
+        b(0),
+    )
+    assert levels(steps(copies), *nested) == [0, 0, *[7] * 15, 0]
+    for_light = Lifetime("copies", 7, made=copies.made, read=[Use(Phase.SEGMENT, 1, (1,))])
+    assert set(levels(steps(for_light), *actions)[4:]) == {0}

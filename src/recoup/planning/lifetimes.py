@@ -45,6 +45,7 @@ class Phase(Enum):
     FORWARD = "forward"
     REPLAY = "replay"
     BACKWARD = "backward"
+    SEGMENT = "backward of its segment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Use:
     """A phase of one unit, which makes or reads a value.
 
     Args:
-        phase: every forward, only the first one, all others, or the backward.
+        phase: every forward, only the first one, all others, or the backward; or, of a unit that was swept over in a
+            segment, the backward of that segment's first unit, with which the segment ends.
         unit: index of the unit.
         options: those under which it uses the value (`SWEPT`: a forward that keeps nothing); empty for all.
     """
@@ -147,6 +149,8 @@ class _Runs:
         self.backwards: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.backward_actions: set[int] = set()
         self.swept_in_a_row: set[int] = set()
+        self.segment_of: dict[int, int] = {}
+        """By unit that is swept over, the first unit of the outermost segment that it is in."""
         for index, action in enumerate(schedule):
             match action:
                 case Forward():
@@ -154,6 +158,9 @@ class _Runs:
                     self.forwards[action.unit].append((index, option))
                     is_swept = action.keep is Keep.NOTHING and action.unit > 0
                     (self.swept_in_a_row.add if is_swept else self.swept_in_a_row.discard)(action.unit)
+                    if option == SWEPT:
+                        first = self.segment_of.get(action.unit - 1, action.unit) if is_swept else action.unit
+                        self.segment_of.setdefault(action.unit, first)
                 case Backward():
                     self.backward_actions.add(index)
                     self.backwards[action.unit].append((index, action.option))
@@ -181,9 +188,17 @@ class _Runs:
 
     def of(self, use: Use) -> list[int]:
         """The actions that are a use."""
+        if use.phase is Phase.SEGMENT:
+            return self._segment_ends(use)
         runs = self.backwards[use.unit] if use.phase is Phase.BACKWARD else self.forwards[use.unit]
         runs = {Phase.FIRST: runs[:1], Phase.REPLAY: runs[1:]}.get(use.phase, runs)
         return [index for index, option in runs if use.holds_for(option)]
+
+    def _segment_ends(self, use: Use) -> list[int]:
+        """The last backward of the segment in which a unit was swept over, if its own is under the right option."""
+        is_used = any(use.holds_for(option) for _, option in self.backwards[use.unit])
+        first = self.segment_of.get(use.unit)
+        return [index for index, _ in self.backwards[first]] if is_used and first is not None else []
 
 
 class Instances:

@@ -233,6 +233,10 @@ class Session:
         """The smallest budget at which any solver answers."""
         return min(peak for solver in self.solvers for peak in self._tight_peaks(solver))
 
+    def is_near_smallest(self, budget_bytes: int) -> bool:
+        """Whether a budget is so small that answers for other seconds may need more, or less, than it."""
+        return bool(self._rounded_bytes) and budget_bytes < self.smallest_bytes + self._rounded_bytes
+
     def _tight_peaks(self, solver: Solver) -> list[int]:
         smallest = self.prepared(solver).smallest_bytes
         if smallest is None or not self._rounded_bytes:

@@ -264,12 +264,13 @@ def plan_with_less(
     most_bytes = usable_bytes(budget_bytes, profile)
     session = session_of(profile.problem) if session is None else session
     found = session.find(most_bytes)
-    # Measured seconds may lead below the smallest budget, which is known without them.
-    if found is None:
+    # Measured seconds may lead below the smallest budget, or end above it: it is known without them.
+    if found is None or session.is_near_smallest(most_bytes):
         least = tightest(profile)
         if least.predicted_bytes > most_bytes:
             raise refusal(least, budget_bytes)
-        return replace(least, budget_bytes=budget_bytes), None
+        if found is None:
+            return replace(least, budget_bytes=budget_bytes), None
     smaller = None if less_bytes is None else session.find(usable_bytes(less_bytes, profile))
     chosen = ModelPlan(profile, found, budget_bytes)
     return chosen, None if smaller is None else ModelPlan(profile, smaller, budget_bytes)

@@ -16,7 +16,8 @@ NOTE [ Values between units ]
        reads one gradient and makes another.
     5. What the caller holds, the loss and perhaps the model's output, stays. So do parameter gradients. Gradients of
        the step before that are cleared before the backward live in the forward only.
-    6. A segment's sweep leaves copies of buffers for the replay.
+    6. A segment's sweep leaves copies for the replay, of buffers and of decisions. They live as long as the segment:
+       until the backward of its first unit has run.
     7. Scratch of a backward includes the gradients that it reads and makes, as it was measured.
 """
 
@@ -192,10 +193,10 @@ def _copies(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
             held = {RECOMPUTE: costs.copied_bytes[position.call]}
         left = [_copied_bytes(option, held) for option in options]
         least_bytes = min(left)
-        made = Use(Phase.FORWARD, index, (SWEPT,))
-        yield Lifetime("copies for a replay", least_bytes, made=made, read=(Use(Phase.FORWARD, index),))
+        made = Use(Phase.FIRST, index, (SWEPT,))
+        yield Lifetime("copies for a replay", least_bytes, made=made, read=(Use(Phase.SEGMENT, index),))
         for number, size in enumerate(left):
-            read = (Use(Phase.FORWARD, index, (number,)),)
+            read = (Use(Phase.SEGMENT, index, (number,)),)
             yield Lifetime("copies for a replay", size - least_bytes, made=made, read=read)
 
 
@@ -203,13 +204,13 @@ def _copied_bytes(option: RecipeCosts, held: dict[Recipe, int]) -> int:
     """What a sweep leaves of a unit that is replayed under an option.
 
     Modules inside it that are replayed again leave copies too, as does the whole unit where it is replayed again. Where
-    that was not measured, as much as with any of them.
+    that was not measured, at most as much as the whole unit does.
     """
     recipe = option.recipe
     whole = replace(recipe, whole=True)
     if whole in held:
         return held[whole] + (held.get(RECOMPUTE, held[whole]) if recipe.whole else 0)
-    return max(held.values(), default=0) if recipe.inner else min(held.values(), default=0)
+    return min(held.values(), default=0) * (2 if recipe.inner else 1)
 
 
 def _shared(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
