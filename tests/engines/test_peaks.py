@@ -198,6 +198,32 @@ def test_a_unit_that_is_replayed_again_in_a_segment_copies_its_buffers_twice() -
     assert missed_bytes(model, sample, profile, Schedule(actions)) <= 2 * 8 * 4 + 8
 
 
+class Routed(nn.Module):
+    """Rows go to two of four experts each; the choice is kept for the replay."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, 4)
+        self.experts = nn.Linear(width, 4 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(self.norm(x)).topk(2)
+        made = self.experts(x).tanh().view(len(x), 4, -1)
+        picked = made.gather(1, chosen[..., None].expand(-1, -1, made.shape[-1]))
+        return x + (picked * weights.softmax(-1)[..., None]).sum(1)
+
+
+class TestDecisions:
+    """A segment holds the decisions of all its calls until the backward of the first has run."""
+
+    @pytest.mark.parametrize("kind", [options_each, segments])
+    def test_no_plan_needs_more_than_predicted(self, kind: Any) -> None:
+        torch.manual_seed(0)
+        model, sample = nn.Sequential(*(Routed(8) for _ in range(5))), torch.randn(256, 8)
+        missed = missed_by_plans(model, sample, kind)
+        assert max(missed) == 0, missed
+
+
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
