@@ -14,6 +14,7 @@ import torch
 from handmade import make_plan
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import ModelOutput
 
 import recoup
 from recoup.engines import Leaf, ModelPlan
@@ -371,6 +372,53 @@ def test_a_loss_that_the_model_returns_may_be_held() -> None:
     output = model(X)
     with pytest.warns(RecoupWarning, match="the output is still held"):
         output["loss"].backward()
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor, encoded: Tensor) -> Tensor:
+        found: Tensor = self.down(nn.functional.gelu(self.up(x * encoded)))
+        return found
+
+
+class EncoderDecoder(nn.Module):
+    """Its output has the encoder's result, which is an argument of all blocks of the decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Wide() for _ in range(6))
+
+    def forward(self, inputs: Tensor) -> ModelOutput:
+        encoded = self.encoder(inputs)
+        x = inputs
+        for block in self.blocks:
+            x = block(x, encoded=encoded)
+        return ModelOutput(loss=x.exp().mean(), logits=x, encoded=encoded)
+
+
+@pytest.mark.parametrize("name", ["logits", "encoded"])
+def test_an_output_that_the_plan_holds_itself(name: str) -> None:
+    model = EncoderDecoder()
+    profile = recoup.measure(model, X, holds_output=False, accumulates=True)
+    plan = recoup.plan(profile, recoup.minimum_budget(profile))
+    assert not plan.keeps_everything
+    recoup.apply(model, plan)
+    assert told(lambda: model(X).loss.backward()) == []
+
+    def hold() -> None:
+        output = model(X)
+        held = output[name]
+        loss = output.loss
+        del output
+        loss.backward()
+        assert held is not None
+
+    (message,) = told(hold)
+    assert "the output is still held" in message
 
 
 # Copies, files, other plans

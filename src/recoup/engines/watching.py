@@ -8,7 +8,9 @@ NOTE [ Leaving what was measured ]
     3. Units in the other mode (train or eval) run plainly. That may be evaluation; a backward shows that it is not.
     4. A unit that is called inside torch's checkpoint, or inside a backward, is recomputed by other code. Both of its
        runs must save the same tensors, so both are plain.
-    5. The caller holds an output if its object has more references than those of this module and of the graph.
+    5. When a call ends, references to a tensor of its output are those of the output and others, by which the model or
+       the plan holds it, such as an encoder's result that recomputed units have as an argument. The caller holds the
+       tensor if there are more than those others when the backward comes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class _Graph:
 
     __slots__ = ("__weakref__", "_outputs", "_planned_mode", "_watch", "has_run")
 
-    def __init__(self, watch: Watch, outputs: list[weakref.ref[Tensor]], planned_mode: bool | None) -> None:
+    def __init__(self, watch: Watch, outputs: list[_Output], planned_mode: bool | None) -> None:
         self._watch, self._outputs, self._planned_mode = watch, outputs, planned_mode
         self.has_run = False
 
@@ -152,15 +154,17 @@ class Watch:
         outputs = list(_outputs(output))
         if not outputs:
             return
-        held = [] if self.holds_output else [weakref.ref(tensor) for tensor in outputs if tensor.numel() > 1]
-        graph = _Graph(self, held, self._here.planned_mode)
         nodes: set[Any] = {tensor.grad_fn for tensor in outputs}
+        references = [weakref.ref(tensor) for tensor in outputs if tensor.numel() > 1]
+        del outputs  # it refers to them
+        watched = [] if self.holds_output else [_Output(one, output) for one in references]
+        graph = _Graph(self, watched, self._here.planned_mode)
         for node in nodes:
             node.register_prehook(graph.at_backward)
         if self._here.planned_mode is None:
             self._graphs.append(weakref.ref(graph))
 
-    def at_backward(self, planned_mode: bool | None, outputs: list[weakref.ref[Tensor]]) -> None:
+    def at_backward(self, planned_mode: bool | None, outputs: list[_Output]) -> None:
         """A backward has come to a forward's outputs.
 
         Args:
@@ -173,7 +177,7 @@ class Watch:
         is_first = self.conditions is not None and self.conditions.forwards == 1
         if is_first and not self.gradients_fit[1] and self._has_gradients():
             self._warn("gradients", _GRADIENTS_THERE.format("the backward"))
-        if "output" not in self._warned and any(map(_is_held, outputs)):
+        if "output" not in self._warned and any(output.is_held for output in outputs):
             self._warn("output", _OUTPUT_HELD)
 
     # Calls of units
@@ -216,28 +220,50 @@ def _waits(graph: _Graph | None) -> bool:
     return graph is not None and not graph.has_run
 
 
+class _Output:
+    """A tensor of a call's output."""
+
+    __slots__ = ("_num_others", "_reference")
+
+    def __init__(self, reference: weakref.ref[Tensor], output: Any) -> None:
+        self._reference, self._num_others = reference, 0
+        if not isinstance(output, Tensor):  # else the variables of callers refer to it
+            self._num_others = _num_references(reference) - _num_inside(output, reference)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether Python code refers to the tensor, other than the model and the plan."""
+        return _num_references(self._reference) > self._num_others
+
+
+def _num_inside(value: Any, reference: weakref.ref[Tensor]) -> int:
+    """How many references to a tensor a value has."""
+    if isinstance(value, Tensor):
+        return int(value is reference())
+    found = contents(value)
+    items = [] if found is None else found[1]
+    if isinstance(value, dict):  # whose attributes may be its items once more
+        items += getattr(value, "__dict__", {}).values()
+    return sum(_num_inside(item, reference) for item in items)
+
+
 def _num_references(reference: weakref.ref[Tensor]) -> int:
+    """How many references of Python code a tensor has."""
     tensor = reference()
-    return 0 if tensor is None else sys.getrefcount(tensor)
+    if tensor is None or num_tensor_owners is None:
+        return 0
+    # Owners that are not Python code hold one together.
+    return sys.getrefcount(tensor) - (num_tensor_owners(tensor) > 1) - _NUM_OWN
 
 
 def _num_own_references() -> int:
-    """How many of the references that `_num_references` counts are its own, which depends on the Python version."""
+    """How many references `_num_references` counts that are its own, which depends on the Python version."""
     tensor = torch.empty(0)
     return _num_references(weakref.ref(tensor)) - 1
 
 
+_NUM_OWN = 0
 _NUM_OWN = _num_own_references()
-
-
-def _is_held(reference: weakref.ref[Tensor]) -> bool:
-    """Whether Python code refers to a tensor."""
-    tensor = reference()
-    if tensor is None or num_tensor_owners is None:
-        return False
-    # One for a graph that saves the tensor, one for the variable above.
-    num_others = 1 + (num_tensor_owners(tensor) > 1)
-    return _num_references(reference) - _NUM_OWN > num_others
 
 
 # Sentences
