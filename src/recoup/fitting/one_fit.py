@@ -289,7 +289,7 @@ class Fitting:
             ran = race(steps, [Candidate("the planner's choice", chosen), *rivals])
             seen = self._try(ran.winner, ran)
             if isinstance(seen, Verification):
-                return (self._learned(ran) if rivals else ran.winner), seen
+                return (self._learned(ran) if self.races else ran.winner), seen
             try:
                 chosen, rivals = self._plan(_with_surprise(chosen, seen), chosen.budget_bytes)
             except BudgetError:
