@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import grad as run_grad
 
+from recoup.devices.allocator import block_bytes
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
 from recoup.tensors import tensors_in
@@ -239,6 +240,9 @@ class CudaMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def rounded(self, num_bytes: int) -> int:
+        return block_bytes(num_bytes)
 
     @property
     def device_name(self) -> str:

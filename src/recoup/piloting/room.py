@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 
 import torch
 
+from recoup.devices.allocator import has_expandable_segments
 from recoup.devices.meter import Meter, make_meter
 from recoup.devices.tracker import MemoryTracker
 from recoup.sizes import format_bytes
@@ -97,15 +97,10 @@ class CudaRoom(HostRoom):
             f"memory is fragmented: {format_bytes(unused_bytes)} of {format_bytes(reserved_bytes)} reserved bytes"
             " held no tensor"
         )
-        return found if _has_expandable_segments() else f"{found}; {_EXPANDABLE}"
+        return found if has_expandable_segments() else f"{found}; {_EXPANDABLE}"
 
 
 _EXPANDABLE = "start the process with PYTORCH_ALLOC_CONF=expandable_segments:True"
-
-
-def _has_expandable_segments() -> bool:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
 
 
 def find_room(device: torch.device, tracker: MemoryTracker | None = None) -> Room:

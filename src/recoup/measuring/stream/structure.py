@@ -178,9 +178,13 @@ class _Numbers:
     """A number for every storage that lives; what is resident, or lived before the step, has none."""
 
     def __init__(
-        self, resident: Iterable[Tensor], gathered: Iterable[torch.UntypedStorage], tracker: MemoryTracker
+        self,
+        resident: Iterable[Tensor],
+        gathered: Iterable[torch.UntypedStorage],
+        tracker: MemoryTracker,
+        meter: Meter,
     ) -> None:
-        self._tracker = tracker
+        self._tracker, self._meter = tracker, meter
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._resident = weakref.WeakSet([*(storage_of(tensor) for tensor in resident), *gathered])
         self._next = 0
@@ -194,7 +198,7 @@ class _Numbers:
         return self._numbers[storage]
 
     def storages(self, storages: Iterable[Any]) -> Storages:
-        numbered = ((self.number(storage), storage.nbytes()) for storage in storages)
+        numbered = ((self.number(storage), self._meter.rounded(storage.nbytes())) for storage in storages)
         return {number: num_bytes for number, num_bytes in numbered if number is not None}
 
     def of(self, tree: Any) -> Storages:
@@ -232,7 +236,7 @@ class _Looker(Visitor):
         self.frees = frees
         model = step.model
         resident = [*model.parameters(), *model.buffers(), *tensors_in(step.given)]
-        self.numbers = _Numbers(_strided(resident), step.shards.storages(), tracker)
+        self.numbers = _Numbers(_strided(resident), step.shards.storages(), tracker, meter)
         self.sections = Sections()
         # What stands in for a gathered parameter is known as that parameter.
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -353,9 +357,9 @@ class _Looker(Visitor):
             if number in arguments:
                 self._saved_arguments.add(number)
             elif number is not None:
-                saved[number] = storage.nbytes()
+                saved[number] = self.meter.rounded(storage.nbytes())
                 if current:
-                    inside.setdefault(current[0], {})[number] = storage.nbytes()
+                    inside.setdefault(current[0], {})[number] = saved[number]
 
         self.tracker.begin()
         made_bytes = self.tracker.made_bytes
