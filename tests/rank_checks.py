@@ -220,8 +220,8 @@ def data_parallel_settings(rank: int) -> None:
     assert_same(accumulate(wrapped), accumulate(DistributedDataParallel(make_model())))
 
 
-def _shard(model: Net, **settings: Any) -> Net:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _shard(model: Net, mesh: Any = None, **settings: Any) -> Net:
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **settings)
     fully_shard(model, mesh=mesh, **settings)
@@ -290,6 +290,20 @@ def sharded_before_planning(rank: int) -> None:
         # Made for a Net, on an FSDPNet or a Net.
         other = _shard(recoup.apply(make_model(), fitted.plan), **settings)
         assert_same(_train_counting(other, batch)[0], expected)
+
+
+def sharded_over_replicas(rank: int) -> None:
+    """Hybrid sharding: the buffer of an all-reduce stays until the backward ends, unless it is the gradient itself."""
+    batch = batch_of(rank, size=16)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        expected = _train(_shard(make_model(), mesh, mp_policy=policy), batch)
+        model = _shard(make_model(), mesh, mp_policy=policy)
+        fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of)
+        _assert_one_plan(fitted)
+        assert fitted.verification.gradients == "bit-equal"
+        assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+        assert_same(_train(model, batch), expected)
 
 
 def a_sharded_step_of_the_users(rank: int) -> None:

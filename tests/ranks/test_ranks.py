@@ -15,6 +15,7 @@ from rank_checks import (
     sharded_after_planning,
     sharded_before_planning,
     sharded_in_segments,
+    sharded_over_replicas,
     tensor_parallel,
     unequal_ranks,
     wrapped_after_fitting,
@@ -68,4 +69,4 @@ def test_together_that_is_none() -> None:
 
 
 def test_four_ranks() -> None:
-    on_ranks(4, exchanges, wrapped_after_fitting)
+    on_ranks(4, exchanges, wrapped_after_fitting, sharded_over_replicas)
