@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from operator import is_not
 from typing import Any
@@ -365,23 +365,6 @@ def is_divided(tensor: Tensor) -> bool:
     """Whether a tensor is divided over ranks, or on its way to others."""
     # By name: importing torch.distributed.tensor costs a second that most users never need.
     return type(tensor).__name__ in ("DTensor", "AsyncCollectiveTensor")
-
-
-def working_device(tensor: Tensor) -> torch.device:
-    """The device that computes with a tensor: its own or, of a shard that FSDP2 keeps in host memory, its mesh's.
-
-    >>> working_device(torch.zeros(1))
-    device(type='cpu')
-    """
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None or mesh.device_type == tensor.device.type:
-        return tensor.device
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def on_device(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are not kept in host memory for a device that computes with them."""
-    return [tensor for tensor in tensors if working_device(tensor) == tensor.device]
 
 
 def num_bytes_of(tensor: Tensor) -> int:

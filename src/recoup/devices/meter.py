@@ -19,7 +19,7 @@ from torch.autograd import grad as run_grad
 from recoup.devices.allocator import block_bytes
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
-from recoup.tensors import tensors_in, working_device
+from recoup.tensors import tensors_in
 from recoup.torch_private import keep_device_busy
 
 __all__ = ["Meter", "Parts", "Timing", "device_of", "gc_disabled", "make_meter"]
@@ -379,7 +379,7 @@ def make_meter(device: torch.device) -> Meter:
 
 def device_of(model: nn.Module, sample: Any = None) -> torch.device:
     """The one device that a model's step runs on."""
-    devices = {working_device(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     accelerators = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
     if len(accelerators) > 1:
         raise SampleError(
