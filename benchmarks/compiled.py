@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import recoup
@@ -245,6 +246,23 @@ def compare(bench: Bench, profile: Profile, peers: list[Contender], budget: int,
     return f"| {budget / GIB:.2f} | {there} | {mine} | {our_ms / their_ms:.3f} | {predicted} | {what} |"
 
 
+def bit_equal(bench: Bench, budget: int) -> str:
+    """Compares a captured plan's gradients with the plain model's; of attentions, only torch's own is deterministic."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        bench.use()
+        expected = bench.gradients()
+        agrees = all(map(torch.equal, bench.gradients(), expected))
+        # Measured anew: a graph has the attention that it was captured with.
+        profile = recoup.measure(bench.model, bench.tokens, engine="captured")
+        bench.apply(recoup.plan(profile, (bench.fixed_bytes + budget + profile.plain_bytes) // 2))
+        same = all(map(torch.equal, bench.gradients(), expected))
+    torch.use_deterministic_algorithms(False)
+    verdict = "bit-equal" if same else "**not** bit-equal"
+    others = "agree" if agrees else "do not agree either"
+    return f" Gradients are {verdict} to the plain model's; two plain steps {others}."
+
+
 def section(
     title: str, bench: Bench, engine: str, peers: list[Contender], budgets: list[int], num_rounds: int
 ) -> list[str]:
@@ -272,21 +290,7 @@ def section(
         print(
             f"{engine}: fits without real steps in {', '.join(f'{one:.1f}' for one in fit_s)} s", flush=True
         )
-    equal = ""
-    if engine == "captured":
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Not deterministic, whatever the setting, where it only warns.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        expected = bench.gradients()
-        agrees = all(map(torch.equal, bench.gradients(), expected))
-        bench.apply(recoup.plan(profile, bench.fixed_bytes + min(budgets)))
-        same = all(map(torch.equal, bench.gradients(), expected))
-        del expected
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        verdict = "bit-equal" if same else "**not** bit-equal"
-        others = "agree" if agrees else "do not agree either"
-        equal = f" Gradients are {verdict} to the plain model's; two plain steps {others}."
+    equal = bit_equal(bench, min(budgets)) if engine == "captured" else ""
     fits = f" Fits without real steps: {', '.join(f'{one:.1f}' for one in fit_s)} s." if fit_s else ""
     lines = [
         "",
