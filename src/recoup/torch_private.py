@@ -312,32 +312,40 @@ def _nccl_backend(group: Any) -> Any:
     return backend if hasattr(backend, "_group_start") else None
 
 
-_ALLOCATE = "empty_strided_cpu"
+_ALLOCATORS = ("empty_strided_cpu", "empty_strided_cuda")
 
 
 @contextmanager
 def allocations_seen(see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Shows what generated code allocates on the CPU, which it does without an operation."""
+    """Shows what generated code allocates, which it does without an operation."""
     cache = sys.modules.get("torch._inductor.codecache")
-    loaded = [] if cache is None else [one for one in cache.PyCodeCache.modules if hasattr(one, _ALLOCATE)]
-    before = [getattr(module, _ALLOCATE) for module in loaded]
+    loaded = [] if cache is None else cache.PyCodeCache.modules
+    before = [
+        (module, name, getattr(module, name))
+        for module in loaded
+        for name in _ALLOCATORS
+        if hasattr(module, name)
+    ]
 
-    def allocate(*args: Any) -> Tensor:
-        made: Tensor = before[0](*args)
-        try:
-            see(made)
-        except BaseException:
-            del made  # the traceback must not hold what did not fit
-            raise
-        return made
+    def shown(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*args: Any) -> Tensor:
+            made = original(*args)
+            try:
+                see(made)
+            except BaseException:
+                del made  # the traceback must not hold what did not fit
+                raise
+            return made
 
-    for module in loaded:
-        setattr(module, _ALLOCATE, allocate)
+        return allocate
+
+    for module, name, original in before:
+        setattr(module, name, shown(original))
     try:
         yield
     finally:
-        for module, original in zip(loaded, before, strict=True):
-            setattr(module, _ALLOCATE, original)
+        for module, name, original in before:
+            setattr(module, name, original)
 
 
 def graphs_uncached() -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 
+from recoup.snapshot import writes as writes_module
 from recoup.snapshot.writes import Writes
 
 
@@ -34,6 +36,26 @@ def test_views_lists_and_results_that_are_given() -> None:
     assert base.tolist() == [0, 0, 0, 0]
     assert [other.tolist() for other in others] == [[0], [0, 0]]
     assert out.tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the code generator's imports
+def test_buffers_of_generated_code_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It allocates without an operation, and lets matrix products write there."""
+    copied: list[int] = []
+
+    class Counted(writes_module.HeldStorage):
+        def __init__(self, storage: torch.UntypedStorage) -> None:
+            copied.append(storage.nbytes())
+            super().__init__(storage)
+
+    monkeypatch.setattr(writes_module, "HeldStorage", Counted)
+    run, x = torch.compile(lambda x: torch.mm(x, x).sin()), torch.randn(64, 64)
+    expected = run(x)
+    with Writes().found():
+        assert torch.equal(run(x), expected)
+        x.add_(1)
+    assert copied == [x.nbytes]
+    assert torch.equal(run(x), expected)
 
 
 def test_what_others_put_back_is_left_to_them() -> None:

@@ -5,8 +5,8 @@ NOTE [ Copy on write ]
        was made in that run. So other models, averaged weights, scales and statistics are found without looking for
        them, and data that is only read is not copied.
     2. Later runs, which may be timed and must not be slowed down, hold what the first one wrote.
-    3. What NumPy writes, out of the dispatcher's sight, is not found. A storage that ``.data = …`` replaces is held by
-       others.
+    3. What NumPy and kernels of generated code write, out of the dispatcher's sight, is not found. A storage that
+       ``.data = …`` replaces is held by others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from recoup.snapshot.tensor_values import HeldStorage
 from recoup.tensors import each_tensor, storages
-from recoup.torch_private import WatchingMode
+from recoup.torch_private import WatchingMode, allocations_seen
 
 __all__ = ["Writes"]
 
@@ -58,7 +58,7 @@ class Writes:
         known = {storage._cdata for tensor in others for storage in storages(tensor)}
         mode = _CopyOnWrite(known)
         try:
-            with mode:
+            with mode, allocations_seen(mode.see_fresh):
                 yield
         finally:
             found = [held.restore() for held in mode.held]
@@ -102,6 +102,10 @@ class _CopyOnWrite(WatchingMode):
         for tensor in each_tensor(result):
             self._fresh.update(storage for storage in storages(tensor) if storage._cdata not in given)
         return result
+
+    def see_fresh(self, tensor: Tensor) -> None:
+        """What generated code has allocated, and will let operations write to."""
+        self._fresh.add(tensor.untyped_storage())
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._known or storage in self._met or storage in self._fresh:
