@@ -265,8 +265,7 @@ class Session:
 
     def _spread_budgets(self, solver: Solver, is_low: bool) -> set[int]:
         prepared = self.prepared(solver, is_low=is_low)
-        low = prepared.smallest_bytes
-        if low is None:
+        if (low := prepared.smallest_bytes) is None:
             return set()
         span = max([*prepared.suggested_budgets(), low]) - low
         budgets = {low}
@@ -320,8 +319,7 @@ class Session:
         Raises:
             BudgetError: nothing fits.
         """
-        found = self.find(budget_bytes)
-        if found is None:
+        if (found := self.find(budget_bytes)) is None:
             raise self._budget_error(budget_bytes)
         return found
 
@@ -380,10 +378,8 @@ class Session:
 
     def _fitting(self, candidates: Iterable[Candidate], budget_bytes: int) -> Candidate | None:
         """The first of several schedules that fits a budget."""
-        for candidate in candidates:
-            if self._simulate(candidate.schedule).peak_bytes <= budget_bytes:
-                return candidate
-        return None
+        fitting = (one for one in candidates if self._simulate(one.schedule).peak_bytes <= budget_bytes)
+        return next(fitting, None)
 
     def _budget_error(self, budget_bytes: int) -> BudgetError:
         smallest = self.smallest_bytes
