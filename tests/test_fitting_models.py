@@ -310,7 +310,9 @@ def convolutions() -> Case:
     [
         convolutions,
         functools.partial(resnet_case, "basic"),
-        functools.partial(transformers_case, "ViT", num_hidden_layers=2),
+        pytest.param(
+            functools.partial(transformers_case, "ViT", num_hidden_layers=2), marks=pytest.mark.slow
+        ),
     ],
     ids=["convolutions", "ResNet", "ViT"],
 )
@@ -353,7 +355,7 @@ def chain(num_units: int) -> Case:
     return Case(model, torch.randn(256, 32), zoo.mean_square)
 
 
-@pytest.mark.parametrize("name", ["GPT", "U-Net, skips", "chain"])
+@pytest.mark.parametrize("name", slow_but(["GPT", "U-Net, skips"], ["GPT", "U-Net, skips", "chain"]))
 def test_the_smallest_budget_is_below_a_checkpoint_on_every_block(name: str) -> None:
     case = chain(60) if name == "chain" else case_of(name)
     if name == "chain":

@@ -22,6 +22,7 @@ def test_it_has_the_form_of_a_notebook() -> None:
         assert all(line.endswith("\n") for line in cell["source"][:-1])
 
 
+@pytest.mark.slow
 def test_every_cell_runs_and_prints_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowly import slow_but
 
 import recoup
 
@@ -155,7 +156,7 @@ def _resize(browser: Any, width: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", slow_but([400], [1280, 400]))
 def test_nothing_is_cut_off(width: int, site: Path, browser: Any) -> None:
     """On a phone code, tables and pictures scroll in boxes of their own; on a desktop nothing has to."""
     _resize(browser, width)
