@@ -392,6 +392,19 @@ def test_a_step_that_accumulates_is_recognised() -> None:
     assert fitted.verification.gradients == "bit-equal"
 
 
+def test_a_plan_without_rivals_is_predicted_by_its_own_steps() -> None:
+    """It keeps everything, as the plain step does: its prediction lies between what the two took."""
+    model, x = setting()
+    fitted = recoup.fit(model, x, budget="1GiB", loss=mean_square, units=UNITS)
+    seen = fitted.verification
+    assert seen is not None
+    assert seen.plain_seconds is not None
+    assert fitted.plan.keeps_everything
+    assert not seen.race
+    low, high = sorted([seen.seconds, seen.plain_seconds])
+    assert low * (1 - 1e-6) <= fitted.plan.predicted_s <= high * (1 + 1e-6)
+
+
 def test_fit_leaves_a_training_run_as_it_is() -> None:
     model = models.ResNet(models.plainly)
     (x,) = models.ResNet.sample()
