@@ -18,7 +18,6 @@ def test_two_ranks_of_which_one_fails() -> None:
     on_ranks(2, one_rank_fails, the_least_room_decides, accumulated_without_reductions, other_errors)
 
 
-@pytest.mark.slow
 def test_two_ranks_with_sharded_parameters() -> None:
     on_ranks(2, sharded)
 
