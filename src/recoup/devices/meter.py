@@ -235,7 +235,6 @@ def _host_memory(field: str) -> int:
 class CudaMeter(Meter):
     """The caching allocator's own statistics, with its rounding."""
 
-    rounding_bytes = 512
     sees_residents = True
 
     def __init__(self, device: torch.device) -> None:
