@@ -41,7 +41,7 @@ def make_model(small: bool, device: str) -> Any:
         num_key_value_heads=groups,
         vocab_size=words,
     )
-    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: Any = LlamaForCausalLM(config)
     return model.to(device, torch.float32 if small else torch.bfloat16).train()
 
 
