@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from recoup.errors import BudgetError, FitError
 from recoup.fitting import Fitted
 from recoup.measuring import MemoryTracker
 from recoup.piloting import Autopilot
-from recoup.ranks import find_ranks
+from recoup.ranks import find_ranks, meetings
 from recoup.torch_private import TorchDispatchMode
 
 NUM_STEPS = 3
@@ -215,3 +216,36 @@ def sharded(rank: int) -> None:
         pilot = recoup.autopilot(_on(fitted, model))
         assert_same(_train(model, batch, pilot, FailAt(part * number // 12)), expected)
         assert len(pilot.events) == 1
+    # One rank alone, when nobody needs it any more.
+    plain, model = _shard(make_model()), recoup.apply(_shard(make_model()), fitted.plan)
+    loss_of(plain(batch)).backward()
+    pilot, failures = recoup.autopilot(_on(fitted, model)), [rank == 1, False]
+
+    def step() -> None:
+        loss_of(model(batch)).backward()
+        if failures.pop(0):
+            raise torch.OutOfMemoryError("late")
+
+    pilot.step(step)
+    assert [event.reason for event in pilot.events] == ["late" if rank == 1 else "on another rank"]
+    assert_same(gradients(model), gradients(plain))
+
+
+def one_rank_fails_while_sharded(rank: int) -> None:
+    """In the middle of a step in which the other waits for it: both raise what failed, and on which rank.
+
+    To be run last: the process groups are aborted.
+    """
+    model, batch = _shard(make_model()), batch_of(rank)
+    fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of)
+    pilot = recoup.autopilot(fitted)
+    failing = FailAt(100 if rank == 1 else -1)
+    with (
+        patch.multiple(meetings, _POLL_S=0.1, _GRACE_S=0.5),
+        pytest.raises(
+            FitError,
+            match=r"^Rank 1 ran out of memory \(injected\)\. .* fit the model to a smaller budget\.\n.* aborted",
+        ),
+    ):
+        _train(model, batch, pilot, failing)
+    dist.destroy_process_group()

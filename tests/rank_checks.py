@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from handmade import actions_of, keep, replay, segment
 from on_ranks import (
     NUM_BLOCKS,
+    Block,
     Net,
     assert_same,
     batch_of,
@@ -31,11 +34,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from recoup.checkpointing.sampling import sampling
+from recoup.devices.meter import CpuMeter, Timing
+from recoup.engines.racing import Finisher
 from recoup.engines.real_steps import RealSteps
 from recoup.errors import BudgetError, FitError, SampleError
 from recoup.measuring.measure import begin_measurement, measure_step
 from recoup.model.step import TrainingStep
 from recoup.planning import Schedule
+from recoup.plans import rivals
 from recoup.plans.by_hand import plan_by_hand
 from recoup.plans.largest import largest_profile
 from recoup.policies import EveryN, UniformSegments
@@ -54,6 +60,67 @@ def _fit(model: nn.Module, batch: Tensor, share: float = 0.4, **more: Any) -> re
     profile = recoup.measure(plain, batch, loss=loss_of)
     budget = between(profile, share) + profile.residents.gradient_bytes
     return recoup.fit(model, batch, budget=find_ranks().largest(budget), loss=loss_of, **more)
+
+
+_CALLS = {"blocks": 0, "fails_at": 0}
+_FORWARD = Block.forward
+_MOST_CALLS = "recompute every large unit"
+
+
+def _count_calls(block: Block, x: Tensor) -> Tensor:
+    _CALLS["blocks"] += 1
+    if _CALLS["blocks"] == _CALLS["fails_at"]:
+        raise torch.OutOfMemoryError("no room for a block")
+    return _FORWARD(block, x)
+
+
+@contextmanager
+def _clock(rank: int, fails_at: int = 0) -> Iterator[None]:
+    """Steps that are timed take seconds by their calls of blocks, and some run out of memory at one of these calls.
+
+    Rank 0 is fast, the faster the fewer calls there are. The other ranks are slow, the slower the fewer there are.
+    Their steps are so long that two rounds would be enough, and those of rank 0 so short that it would run five.
+    """
+
+    def time_step(meter: CpuMeter, run: Callable[[], Any]) -> Timing:
+        _CALLS.update(blocks=0, fails_at=fails_at)
+        try:
+            run()
+        finally:
+            _CALLS["fails_at"] = 0
+        return Timing(1.0 - 0.02 * _CALLS["blocks"] if rank else 0.001 * _CALLS["blocks"], 0.0)
+
+    with (
+        patch.object(Block, "forward", _count_calls),
+        patch.object(CpuMeter, "time_step", time_step),
+        patch.multiple(rivals, _MOST_SLOWER=math.inf, _MOST_RIVALS=3),
+        patch.dict(_CALLS),
+    ):
+        yield
+
+
+def _assert_slowest_decided(fitted: recoup.Fitted) -> None:
+    """After a fit with `_clock`: one outcome on all ranks, which rank 0 by itself would not have found."""
+    found = _assert_one_race(fitted)
+    assert [name for name, one in found.items() if one.is_kept] == [_MOST_CALLS]
+    assert found[_MOST_CALLS].seconds == 1.0 - 0.02 * 2 * NUM_BLOCKS
+    assert found["the planner's choice"].seconds > found[_MOST_CALLS].seconds
+
+
+def _assert_without_the_slowest(fitted: recoup.Fitted) -> None:
+    """The same where the plan with the most calls did not fit the memory of some rank."""
+    found = _assert_one_race(fitted)
+    assert found[_MOST_CALLS].seconds == math.inf
+    assert sum(one.is_kept for one in found.values()) == 1
+    assert not found[_MOST_CALLS].is_kept
+
+
+def _assert_one_race(fitted: recoup.Fitted) -> dict[str, Finisher]:
+    assert fitted.verification is not None
+    finishers = fitted.verification.race
+    assert all(found == finishers for found in find_ranks().gathered(finishers))
+    assert all(f"{one.name} " in " ".join(str(fitted).split()) for one in finishers)
+    return {one.name: one for one in finishers}
 
 
 def _train(model: nn.Module, batch: Tensor, num_steps: int = 2) -> dict[str, Tensor]:
@@ -117,8 +184,10 @@ def wrapped_before_fitting(rank: int) -> None:
     reference = _train(DistributedDataParallel(make_model()), batch)
     before = _fit(make_model(), batch, verify=False)
     wrapped = DistributedDataParallel(make_model())
-    after = _fit(wrapped, batch)
+    with _clock(rank):
+        after = _fit(wrapped, batch)
     _assert_one_plan(after)
+    _assert_slowest_decided(after)
     assert after.model is wrapped
     assert after.profile.residents == before.profile.residents
     assert [unit.name for unit in after.profile.units] == [unit.name for unit in before.profile.units]
@@ -129,6 +198,15 @@ def wrapped_before_fitting(rank: int) -> None:
     # A plan for the model is a plan for its wrapper.
     other = recoup.apply(DistributedDataParallel(make_model()), before.plan)
     assert_same(_train(other, batch), reference)
+
+
+def a_rival_fails(rank: int) -> None:
+    """On one rank alone: no rank keeps it."""
+    batch, model = batch_of(rank), make_model()
+    with _clock(rank, fails_at=2 * NUM_BLOCKS if rank == 1 else 0):
+        fitted = _fit(model, batch)
+    _assert_one_plan(fitted)
+    _assert_without_the_slowest(fitted)
 
 
 def wrapped_while_measured(rank: int) -> None:
@@ -272,12 +350,17 @@ def sharded_before_planning(rank: int) -> None:
     """`fit` after `fully_shard`: the predicted peak, the gradients and gathers of the unfitted model."""
     batch = batch_of(rank)
     for settings in _SETTINGS[:2] + _SETTINGS[3:]:
+        # A rival that fails in the middle of its backward leaves nothing behind.
+        fails = "offload_policy" in settings
         expected, num_gathers = _train_counting(_shard(make_model(), **settings), batch)
         model = _shard(make_model(), **settings)
         profile = recoup.measure(model, batch, loss=loss_of)
         budget = find_ranks().largest(between(profile, 0.4))
-        fitted = recoup.fit(model, batch, budget=budget, loss=loss_of)
+        with _clock(rank, fails_at=2 * NUM_BLOCKS if fails else 0):
+            fitted = recoup.fit(model, batch, budget=budget, loss=loss_of)
         _assert_one_plan(fitted)
+        check = _assert_without_the_slowest if fails else _assert_slowest_decided
+        check(fitted)
         assert not fitted.plan.keeps_everything
         assert fitted.verification.gradients == "bit-equal"
         assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
@@ -290,6 +373,24 @@ def sharded_before_planning(rank: int) -> None:
         # Made for a Net, on an FSDPNet or a Net.
         other = _shard(recoup.apply(make_model(), fitted.plan), **settings)
         assert_same(_train_counting(other, batch)[0], expected)
+
+
+def does_not_fit_the_device(rank: int) -> None:
+    """A sharded model, in the middle of a backward on all ranks: it trains as before."""
+    batch, model, record = batch_of(rank), _shard(make_model()), RealSteps._record
+
+    def record_failing(steps: RealSteps, left_out: Any) -> Any:
+        _CALLS.update(blocks=0, fails_at=NUM_BLOCKS + 2)
+        return record(steps, left_out)
+
+    budget = find_ranks().largest(recoup.minimum_budget(recoup.measure(model, batch, loss=loss_of)))
+    with (
+        _clock(rank),
+        patch.object(RealSteps, "_record", record_failing),
+        pytest.raises(torch.OutOfMemoryError, match="no room for a block"),
+    ):
+        recoup.fit(model, batch, budget=budget, loss=loss_of)
+    assert_same(_train(model, batch), _train(_shard(make_model()), batch))
 
 
 def sharded_over_replicas(rank: int) -> None:
@@ -372,8 +473,10 @@ def tensor_parallel(rank: int) -> None:
     profile = recoup.measure(model, batch, loss=loss_of)
     held = sum(local(p).nbytes for p in model.parameters())
     assert profile.residents.gradient_bytes == held < sum(p.nbytes for p in model.parameters())
-    fitted = recoup.fit(model, batch, budget=find_ranks().largest(between(profile, 0.4)), loss=loss_of)
+    with _clock(rank):
+        fitted = recoup.fit(model, batch, budget=find_ranks().largest(between(profile, 0.4)), loss=loss_of)
     _assert_one_plan(fitted)
+    _assert_slowest_decided(fitted)
     assert not fitted.plan.keeps_everything
     assert fitted.verification.gradients == "bit-equal"
     assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
@@ -456,9 +559,9 @@ def fails_in_a_real_step(rank: int) -> None:
     failing = model.blocks[2] = _Failing(model.blocks[2])
     record = RealSteps._record
 
-    def record_failing(steps: RealSteps) -> Any:
+    def record_failing(steps: RealSteps, left_out: Any) -> Any:
         failing.fails = rank == 1
-        return record(steps)
+        return record(steps, left_out)
 
     _shard(model)
     begin = time.monotonic()

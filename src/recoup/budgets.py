@@ -10,7 +10,7 @@ from torch import nn
 from recoup.devices.meter import device_of, make_meter
 from recoup.errors import SizeError
 from recoup.sizes import parse_bytes
-from recoup.tensors import storages_of
+from recoup.tensors import on_device, storages_of
 
 __all__ = ["read_budget", "read_share"]
 
@@ -40,7 +40,8 @@ def read_budget(
         return read_share(f"{100 * (1 - _MARGIN)}%" if text == "auto" else budget, memory_bytes)
     meter = make_meter(device_of(model, sample))
     if text == "auto":
-        resident_bytes = sum(storages_of([*model.parameters(), *model.buffers(), sample]).values())
+        parameters = on_device(model.parameters())
+        resident_bytes = sum(storages_of([*parameters, *model.buffers(), sample]).values())
         free_bytes = meter.free_bytes()
         if not free_bytes:
             raise SizeError(

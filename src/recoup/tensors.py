@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from operator import is_not
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "needing_gradient",
     "num_bytes_of",
     "num_owners",
+    "operand_storages",
     "plain_tensors",
     "positional_names",
     "put_together",
@@ -47,6 +48,7 @@ __all__ = [
 PLAIN = frozenset({int, float, bool, str, type(None), complex, bytes, torch.dtype, torch.device, torch.Size})
 """Types of values that are held as they are: nothing in them can change."""
 _BARE = frozenset({list, tuple, dict})
+_PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 _DEEPEST = 16
 """A container may contain itself."""
 _MOST_ITEMS = 1000
@@ -367,6 +369,23 @@ def is_divided(tensor: Tensor) -> bool:
     return type(tensor).__name__ in ("DTensor", "AsyncCollectiveTensor")
 
 
+def working_device(tensor: Tensor) -> torch.device:
+    """The device that computes with a tensor: its own or, of a shard that FSDP2 keeps in host memory, its mesh's.
+
+    >>> working_device(torch.zeros(1))
+    device(type='cpu')
+    """
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None or mesh.device_type == tensor.device.type:
+        return tensor.device
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def on_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that are not kept in host memory for a device that computes with them."""
+    return [tensor for tensor in tensors if working_device(tensor) == tensor.device]
+
+
 def num_bytes_of(tensor: Tensor) -> int:
     """Bytes of its elements; of a tensor that is divided over ranks, this rank's."""
     part = local_part(tensor)
@@ -387,6 +406,30 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     for plain in plain_tensors(tensor):
         if plain.layout is torch.strided:
             yield plain.untyped_storage()
+
+
+def operand_storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
+    """The storages behind arguments or results of an operation, as a dispatch mode gets them.
+
+    A storage that lives has one Python object: these can be compared by identity.
+
+    >>> x = torch.zeros(10)
+    >>> operand_storages((x, [x[:3]], 2)) == [x.untyped_storage()] * 2
+    True
+    """
+    found: list[torch.UntypedStorage] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            # `storages` finds those of all tensors, but takes longer.
+            if type(value) in _PLAIN_TENSORS and value.layout is torch.strided:
+                found.append(value.untyped_storage())
+            else:
+                found += storages(value)
+        elif isinstance(value, (list, tuple)):
+            found += operand_storages(value)
+        elif isinstance(value, dict):
+            found += operand_storages(value.values())
+    return found
 
 
 def num_owners(storage: torch.UntypedStorage) -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from unittest.mock import patch
+
 import pytest
 import torch
 from on_ranks import on_ranks
 from rank_checks import (
+    a_rival_fails,
     a_sharded_step_of_the_users,
     a_step_of_the_users,
     batches_of_several_sizes,
     data_parallel_settings,
+    does_not_fit_the_device,
     exchanges,
     fails_in_a_real_step,
     sharded_after_planning,
@@ -26,6 +31,7 @@ from torch import nn
 
 import recoup
 from recoup.errors import FitError
+from recoup.ranks import meetings
 
 
 def test_two_ranks_with_data_parallelism() -> None:
@@ -34,6 +40,7 @@ def test_two_ranks_with_data_parallelism() -> None:
         exchanges,
         wrapped_after_fitting,
         wrapped_before_fitting,
+        a_rival_fails,
         wrapped_while_measured,
         data_parallel_settings,
         batches_of_several_sizes,
@@ -48,6 +55,7 @@ def test_two_ranks_with_sharded_parameters() -> None:
         tensor_parallel,
         sharded_in_segments,
         sharded_before_planning,
+        does_not_fit_the_device,
         sharded_after_planning,
         a_sharded_step_of_the_users,
         fails_in_a_real_step,
@@ -66,6 +74,17 @@ def test_together_that_is_none() -> None:
     ):
         with pytest.raises(FitError, match=says):
             call()
+
+
+def test_nobody_looks_for_failures_after_the_last_step() -> None:
+    with patch.object(meetings, "_POLL_S", 0.01):
+        last = meetings.Meetings(torch.distributed.HashStore(), [0])
+        with last.watched(), last.watched():
+            watching = [thread for thread in threading.enumerate() if thread.name == "recoup: other ranks"]
+        assert len(watching) == 1
+        del last
+        watching[0].join(timeout=60)
+    assert not watching[0].is_alive()
 
 
 def test_four_ranks() -> None:

@@ -6,7 +6,7 @@ from recoup.devices.meter import Meter
 from recoup.measuring.optimizer.cost import OptimizerCost, state_bytes_of
 from recoup.model.step import TrainingStep
 from recoup.plans.profile import Residents
-from recoup.tensors import needing_gradient, num_bytes_of, storages_of
+from recoup.tensors import needing_gradient, num_bytes_of, on_device, storages_of
 
 __all__ = ["find_residents"]
 
@@ -23,7 +23,7 @@ def find_residents(
         allocated_bytes: before the first pass, where the meter sees residents.
     """
     model = step.model
-    parameters = storages_of([*model.parameters(), *model.buffers()])
+    parameters = storages_of([*on_device(model.parameters()), *model.buffers()])
     parameter_bytes = sum(parameters.values())
     if meter.sees_residents:
         # Read now: the user's step may have made the state meanwhile.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup.tensors import contents, positional_names
+from recoup.tensors import contents, positional_names, working_device
 
 __all__ = ["Conditions", "Recorder", "autocast_of", "input_shapes", "recording"]
 
@@ -66,7 +66,7 @@ def _shapes_in(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
 
 
 def autocast_of(parameter: Tensor | None) -> str:
-    """The name of autocast's dtype on a parameter's device; empty if autocast is off there, or without a parameter.
+    """The name of autocast's dtype where a parameter is computed with; empty if that is off, or without a parameter.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     autocast_of(torch.zeros(1)), autocast_of(None)
@@ -74,7 +74,7 @@ def autocast_of(parameter: Tensor | None) -> str:
     """
     if parameter is None:
         return ""
-    device_type = parameter.device.type
+    device_type = working_device(parameter).type
     try:
         if not torch.is_autocast_enabled(device_type):
             return ""

@@ -102,6 +102,8 @@ class ShardGroup:
         shard_bytes: of the rank's share of the gradients.
         all_reduced_bytes: of the buffer in which replicas of that share are summed up, until the backward ends; 0 if it
             is the share itself, or there are no replicas.
+        copied_bytes: of shards that are copied to the device to be gathered.
+        offloads: whether parameters, and the share of the gradients, live in host memory.
         stays: whether they stay gathered between forward and backward.
     """
 
@@ -114,6 +116,13 @@ class ShardGroup:
     shard_bytes: int
     stays: bool
     all_reduced_bytes: int = 0
+    copied_bytes: int = 0
+    offloads: bool = False
+
+    @property
+    def gradient_shard_bytes(self) -> int:
+        """Of the rank's share of the gradients on the device."""
+        return 0 if self.offloads else self.shard_bytes
 
 
 class Shards:
@@ -140,12 +149,6 @@ class Shards:
                     group.unshard()
                     group.wait_for_unshard()
                     group._to_sharded()
-
-    @property
-    def device(self) -> torch.device:
-        """That parameters are gathered on."""
-        device: torch.device = self._groups[0].device
-        return device
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -255,19 +258,25 @@ class Shards:
 
 def _group(group: Any) -> ShardGroup:
     num_ranks = group._all_gather_process_group.size()
+    # On a mesh of hosts there is nothing to offload to.
+    offloads = group.device.type != "cpu" and any(one.offload_to_cpu for one in group.fsdp_params)
     has_replicas = group.mesh_info.replicate_mesh_dim is not None
     gathered = gradients = reduced = shards = all_reduced = 0
+    copies = []
     for one in group.fsdp_params:
         shard_size = one.padded_sharded_param_size.numel()
         computed = one.param_dtype or one.orig_dtype
         gathered += num_ranks * shard_size * computed.itemsize
+        copies.append(shard_size * one.orig_dtype.itemsize)
         if one.sharded_param.requires_grad:
             reduce_dtype = one.reduce_dtype or computed
             gradients += one._orig_size.numel() * computed.itemsize
             reduced += num_ranks * shard_size * reduce_dtype.itemsize
             shards += shard_size * one.orig_dtype.itemsize
-            if has_replicas and reduce_dtype != one.orig_dtype:
+            if has_replicas and (offloads or reduce_dtype != one.orig_dtype):
                 all_reduced += shard_size * reduce_dtype.itemsize
+    # One rank alone copies one parameter after the other.
+    copied = sum(copies) if num_ranks > 1 else max(copies, default=0)
     return ShardGroup(
         tuple(group.modules),
         tuple(one.sharded_param for one in group.fsdp_params),
@@ -278,6 +287,8 @@ def _group(group: Any) -> ShardGroup:
         shards,
         not group._reshard_after_forward,
         all_reduced,
+        copied if offloads else 0,
+        offloads,
     )
 
 

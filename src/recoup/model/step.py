@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from recoup.devices.meter import device_of
 from recoup.errors import LossError, SampleError
 from recoup.model.caches import without_caches
 from recoup.model.checks import check_model, check_not_compiled
@@ -61,7 +60,7 @@ class TrainingStep:
     ) -> None:
         _check(model, sample, loss, step)
         self.ranks, self.buckets = ranks, buckets
-        self.shards = _shards_of(model)
+        self.shards = Shards(model)
         #: Whether its operations wait for other ranks.
         self.communicates = any(map(is_divided, model.parameters()))
         self.model, self.sample, self.loss, self.step = model, sample, loss, step
@@ -99,9 +98,16 @@ class TrainingStep:
         """Whether its operations wait for other ranks even while units run one at a time."""
         return self.communicates and not self.shards
 
-    def together(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def together(self) -> Iterator[None]:
         """A block that runs real steps, after which all ranks raise the error of the first that failed in it."""
-        return self.ranks.together(communicates=self.communicates)
+        try:
+            with self.ranks.together(communicates=self.communicates):
+                yield
+        except BaseException:
+            if self.shards:
+                self.shards.abandon()  # else the next step would add to gradients that this one has not reduced
+            raise
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -308,21 +314,6 @@ def _check(model: Any, sample: Any, loss: Any, step: Any) -> None:
             f"No parameter of {type(model).__name__} needs a gradient, so there is no backward to make room"
             " for. Call requires_grad_() on what should be trained."
         )
-
-
-def _shards_of(model: nn.Module) -> Shards:
-    """The model's sharding.
-
-    Raises:
-        SampleError: parameters are kept on another device than the one that they are gathered on.
-    """
-    shards, device = Shards(model), device_of(model)
-    if shards and shards.device.type != device.type:
-        raise SampleError(
-            f"fully_shard keeps parameters on {device} (CPUOffloadPolicy) and gathers them on {shards.device}: recoup"
-            " measures one device. Fit the model before it is sharded, or keep parameters on the device."
-        )
-    return shards
 
 
 def _unrepeatable(name: str, iterator: Any) -> SampleError:

@@ -3,6 +3,8 @@
 NOTE [ A step under the autopilot ]
     1. What the step may change is held (NOTE [ What is put back ] in ``state.py``), and the step runs.
     2. All ranks agree how it ended: the worst of them counts. If none failed, gradients are reduced, and that is all.
+       Where the step itself communicates, a rank that failed alone ends the others' steps by an error: NOTE [ A rank
+       that fails alone ] in ``ranks/meetings.py``.
     3. After a failure everything that it left is freed and put back, what is usable is read, the plan for that is made
        from the profile at hand, and the same step runs again.
     4. A failed step that no plan fits raises a `BudgetError`, with everything put back.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from logging import Logger
 from types import TracebackType
 from typing import Any, TypeVar
@@ -36,7 +38,7 @@ from recoup.piloting.state import StepState
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.model_plan import ModelPlan
 from recoup.ranks import find_ranks
-from recoup.tensors import storages_of
+from recoup.tensors import is_divided, storages_of
 
 __all__ = ["Autopilot", "autopilot"]
 
@@ -47,6 +49,10 @@ _MOST_PRESSURE = 3
 """Steps in a row in which the allocator had to empty its cache, before the plan is made smaller."""
 # How a step ended, from the best to the worst.
 _ENDED, _ENDED_UNDER_PRESSURE, _OUT_OF_MEMORY, _RAISED = range(4)
+_ALONE = (
+    "Ranks wait for each other inside steps of this model, so that a step is repeated only if all of them can end it or"
+    " fail at the same operation: fit the model to a smaller budget."
+)
 
 
 def autopilot(
@@ -120,6 +126,8 @@ class Autopilot:
         self._model = fitted.model if model is None else model
         self._ranks = find_ranks(together).over_host()
         self._reducing = Reducing(self._model)
+        #: Whether its forward and backward wait for other ranks.
+        self._communicates = any(map(is_divided, self._model.parameters()))
         self._in_force = several_plans(fitted, self._ranks) if _differ(fitted) else one_plan(fitted)
         groups = [group for one in self._optimizers for group in one.param_groups]
         self._state = StepState(self._model, [p for group in groups for p in group["params"]])
@@ -154,7 +162,8 @@ class Autopilot:
         Raises:
             BudgetError: no plan fits what is usable; it says what to do. Everything is put back.
             RepeatError: the failed step has changed something that cannot be put back.
-            FitError: another rank raised something else.
+            FitError: another rank raised something else; or a rank failed alone in the middle of a step in which
+                others wait for it (sharded parameters, tensor parallelism), and the process groups were aborted.
         """
         self._return_to_faster()
         num_failures = 0
@@ -162,11 +171,11 @@ class Autopilot:
             start_s = time.perf_counter()
             self._state.hold()
             num_retries = self._room.num_retries()
-            with self._reducing.delayed() as reduced:
+            with self._reducing.delayed() as reduced, self._watched():
                 found, failure = self._attempt(run)
-            is_calm = self._room.num_retries() == num_retries
-            code = _OUT_OF_MEMORY if failure is not None else _ENDED if is_calm else _ENDED_UNDER_PRESSURE
-            worst = self._ranks.largest_code(code)
+                is_calm = self._room.num_retries() == num_retries
+                code = _OUT_OF_MEMORY if failure is not None else _ENDED if is_calm else _ENDED_UNDER_PRESSURE
+                worst = self._agree(code, f"ran out of memory ({failure}). {_ALONE}")
             if worst < _OUT_OF_MEMORY:
                 break
             if worst == _RAISED:
@@ -184,12 +193,25 @@ class Autopilot:
             return [run()], None
         except BaseException as error:
             if not is_out_of_memory(error):
-                self._ranks.largest_code(_RAISED)
+                self._agree(_RAISED, f"failed: {type(error).__name__}: {error}")
                 raise
             numbers = self._room.describe_failure()
             failure = f"{_first_sentence(error)}{'; ' if numbers else ''}{numbers}"
             free_frames(error)
         return [], failure
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return self._ranks.watched() if self._communicates else nullcontext()
+
+    def _agree(self, code: int, failure: str) -> int:
+        """How the step ended on the rank where it ended worst.
+
+        Raises:
+            FitError: a rank failed alone, in a step that others cannot end without it.
+        """
+        if not self._communicates:
+            return self._ranks.largest_code(code)
+        return self._ranks.agree(code, failed_from=_OUT_OF_MEMORY, failure=failure)
 
     def _recover(self, failure: str | None, num_failures: int, start_s: float) -> None:
         """Frees and puts back everything, and applies the next plan."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import sha256
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -88,6 +88,36 @@ class Ranks:
             found = torch.tensor([code])
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
             return int(found)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """A block in which a step that communicates runs, and `agree` says how it ended."""
+        return nullcontext() if self._meetings is None else self._meetings.watched()
+
+    def agree(self, code: int, *, failed_from: int, failure: str) -> int:
+        """How a step that communicates ended: as `largest_code`, but no rank waits for one that failed alone.
+
+        Args:
+            code: how it ended on this rank.
+            failed_from: the smallest code of a step that failed.
+            failure: for such a code, what the rank has done, in words: ``"ran out of memory"``.
+
+        Raises:
+            FitError: a rank failed while others were in a step that needed it.
+        """
+        if self._meetings is None:
+            return self.largest_code(code)
+        said = f"Rank {self.rank} {failure}" if code >= failed_from else None
+        if said is not None:
+            self._meetings.report(said)
+        try:
+            worst = self.largest_code(code)
+        except RuntimeError:
+            if not self._meetings.is_aborted():
+                raise
+            worst = failed_from
+        if worst >= failed_from:
+            self._meetings.meet(said)
+        return worst
 
     def over_host(self) -> Ranks:
         """The same ranks in a group that communicates over the host: nobody waits for a device. All ranks call this."""

@@ -8,7 +8,9 @@ NOTE [ A rank that fails alone ]
        it needs nothing more of it. So a thread of each rank looks for failures while such a step runs (`watched`), and
        gives the step some seconds to end. If it has not, the thread aborts the process groups: whatever waits in
        one of them raises. All ranks hear of this at the meeting, and raise the same error.
-    4. Nothing is aborted unless a rank has failed: a healthy one may take as long as it likes.
+    4. In a training loop ranks do not meet after every step: they agree by one reduction how it ended, and meet only if
+       one has failed. So that rank says what failed before it takes part in the reduction.
+    5. Nothing is aborted unless a rank has failed: a healthy one may take as long as it likes.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -49,6 +52,9 @@ class Meetings:
         self._lock = Lock()
         self._number = 0
         self._is_here = self._is_aborted = False
+        self._thread: Thread | None = None
+        self._num_watched = 0
+        self._failed_at: float | None = None
 
     def meet(self, failure: str | None) -> None:
         """Waits until all ranks have come.
@@ -60,7 +66,7 @@ class Meetings:
             FitError: a rank failed while others were in a step that needed it.
         """
         if failure is not None:
-            self._store.compare_set(self._key("failure"), "", failure)
+            self.report(failure)
         self._finish_work()
         with self._lock:
             self._is_here = True
@@ -76,17 +82,26 @@ class Meetings:
             self._number += 1
             self._is_here = False
 
+    def report(self, failure: str) -> None:
+        """Says before the next meeting what this rank has failed with; of several ranks, the first counts."""
+        self._store.compare_set(self._key("failure"), "", failure)
+
+    def is_aborted(self) -> bool:
+        """Whether some rank has aborted the process groups, before this one has come to the next meeting."""
+        return self._is_aborted or self._store.check([self._key("outcome")])
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """A block whose steps communicate: they end soon after another rank has failed, by an error."""
-        ended = Event()
-        thread = Thread(target=self._watch, args=(ended,), name="recoup: other ranks", daemon=True)
-        thread.start()
+        if self._thread is None:
+            # One for all blocks: beginning and ending it in each would slow steps of a millisecond down.
+            self._thread = Thread(target=_watch, args=(ref(self),), name="recoup: other ranks", daemon=True)
+            self._thread.start()
+        self._num_watched += 1
         try:
             yield
         finally:
-            ended.set()
-            thread.join()
+            self._num_watched -= 1
 
     def _finish_work(self) -> None:
         # Collectives on a device run after the code that starts them.
@@ -101,21 +116,21 @@ class Meetings:
             self._is_aborted = True
             abort_groups(self._members)
 
-    def _watch(self, ended: Event) -> None:
-        failed_at = None
-        while not ended.wait(_POLL_S):
-            number = self._number
+    def look(self) -> bool:
+        """In a watched block, looks for failures of other ranks; whether it is worth looking again."""
+        number, is_failed = self._number, False
+        if self._num_watched and not self._is_here:
             try:
-                is_failed = not self._is_here and self._store.check([self._key("failure")])
+                is_failed = self._store.check([self._key("failure")])
             except RuntimeError:  # the process that has the store is gone
-                return
-            failed_at = (failed_at or time.monotonic()) if is_failed else None
-            if failed_at is not None and time.monotonic() - failed_at >= _GRACE_S and self._abort(number):
-                return
+                return False
+        self._failed_at = (self._failed_at or time.monotonic()) if is_failed else None
+        is_late = self._failed_at is not None and time.monotonic() - self._failed_at >= _GRACE_S
+        return not (is_late and self._abort(number))
 
     def _abort(self, number: int) -> bool:
         with self._lock:
-            if self._is_here or self._number != number or self._is_aborted:
+            if self._is_here or self._number != number or not self._num_watched or self._is_aborted:
                 return self._is_aborted
             self._is_aborted = True
             self._store.set(self._key("outcome"), _ABORTED)
@@ -124,3 +139,13 @@ class Meetings:
 
     def _key(self, what: str) -> str:
         return f"{self._number}/{what}"
+
+
+def _watch(meetings: ref[Meetings]) -> None:
+    """Looks for failures as long as somebody has the meetings."""
+    while True:
+        time.sleep(_POLL_S)
+        found = meetings()
+        if found is None or not found.look():
+            return
+        del found

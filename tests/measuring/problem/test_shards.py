@@ -1,9 +1,12 @@
-"""Bytes of sharded parameters in a problem, beside those that steps on ranks show."""
+"""Bytes of sharded parameters in a problem, for settings that need a GPU to be run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from recoup.measuring.measure import begin_measurement, measure_step
 from recoup.measuring.measured import Measured
 from recoup.model.step import TrainingStep
+from recoup.tensors import on_device, working_device
 
 
 @pytest.fixture
@@ -30,8 +34,30 @@ def measured() -> Iterator[Measured]:
     dist.destroy_process_group()
 
 
+def test_shards_in_host_memory(measured: Measured) -> None:
+    """Gradients leave nothing on the device, and copies of shards are there while they are gathered."""
+    num_bytes = 4 * (64 * 64 + 64)
+    on_host = [replace(group, offloads=True, copied_bytes=4 * 64 * 64) for group in measured.groups]
+    kept, offloaded = (one.profile(True) for one in (measured, replace(measured, groups=on_host)))
+    assert kept.residents.gradient_bytes == 3 * num_bytes
+    assert offloaded.residents.gradient_bytes == 0
+    units = offloaded.problem.units[:3]
+    assert [unit.parameter_gradient_bytes for unit in kept.problem.units[:3]] == [num_bytes] * 3
+    assert [unit.parameter_gradient_bytes for unit in units] == [0] * 3
+    # The batch is tiny: nothing in these units takes as much as the copy of a weight.
+    assert [unit.options[0].scratch.forward for unit in units] == [num_bytes + 4 * 64 * 64] * 3
+
+
 def test_replicas_that_are_summed_up(measured: Measured) -> None:
     """The buffer of a sum over replicas lives beside the gradients."""
     groups = [replace(group, all_reduced_bytes=100) for group in measured.groups]
     units = replace(measured, groups=groups).profile(True).problem.units[:3]
     assert [unit.parameter_gradient_bytes for unit in units] == [4 * (64 * 64 + 64) + 100] * 3
+
+
+def test_the_device_of_a_shard_in_host_memory() -> None:
+    """Is that of its mesh."""
+    shard: Any = SimpleNamespace(device=torch.device("cpu"), device_mesh=SimpleNamespace(device_type="cuda"))
+    with patch.object(torch, "get_device_module", return_value=SimpleNamespace(current_device=lambda: 1)):
+        assert working_device(shard) == torch.device("cuda", 1)
+        assert on_device([shard, plain := torch.zeros(2)])[0] is plain

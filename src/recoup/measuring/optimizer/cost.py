@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from recoup.measuring.optimizer.rehearsal import rehearse_on_fakes, rehearse_on_samples
 from recoup.model.optimizers import read_optimizers
-from recoup.tensors import plain_tensors, storages, tensors_in
+from recoup.tensors import plain_tensors, storages, tensors_in, working_device
 
 __all__ = ["OptimizerCost", "joint_cost", "optimizer_cost", "state_bytes_of"]
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Bytes of an optimizer on its parameters' device, beside parameters and gradients.
+    """Bytes of an optimizer on the device that computes with its parameters, beside parameters and gradients.
 
     Attributes:
         state_bytes: of its state now.
@@ -46,7 +46,8 @@ def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> O
         optimizer: to measure; it may be inside a trainer's wrapper.
         device_type: measure it as if its parameters were on such a device, which need not be there.
 
-    Only the parameters' device counts: step counters in host memory do not count beside parameters on an accelerator.
+    Only the device that computes with the parameters counts: step counters in host memory do not, beside parameters on
+    an accelerator, nor does anything of parameters that FSDP2 keeps in host memory.
 
     >>> layer = torch.nn.Linear(8, 4)
     >>> optimizer_cost(torch.optim.SGD(layer.parameters(), momentum=0.9))
@@ -62,14 +63,14 @@ def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> O
         return OptimizerCost(state_bytes, *rehearse_on_fakes(optimizer, devices, rehearsed))
     with suppress(Exception):
         return OptimizerCost(state_bytes, *rehearse_on_samples(optimizer, devices), is_estimate=True)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [p for p in parameters if p.requires_grad and p.device in devices]
     missing_bytes = 2 * _num_bytes(parameter for parameter in trained if not optimizer.state.get(parameter))
     return OptimizerCost(state_bytes, missing_bytes, 2 * _num_bytes(trained), is_estimate=True)
 
 
 def _budget_devices(parameters: Iterable[Tensor]) -> frozenset[torch.device]:
-    """The accelerators that hold parameters, or the host if none does."""
-    devices = {parameter.device for parameter in parameters}
+    """The accelerators that compute with parameters, or the host if none does."""
+    devices = {working_device(parameter) for parameter in parameters}
     return frozenset(device for device in devices if device.type != "cpu") or frozenset(devices)
 
 
@@ -89,7 +90,7 @@ def joint_cost(costs: Iterable[OptimizerCost]) -> OptimizerCost:
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state now, on its parameters' device."""
+    """Bytes of an optimizer's state now, on the device that computes with its parameters."""
     devices = _budget_devices(_parameters(optimizer))
     held = {
         id(storage): storage.nbytes()

@@ -10,8 +10,10 @@ NOTE [ Gathered parameters ]
     5. A group that stays gathered between forward and backward is a value with this lifetime. One that does not is a
        value from its replay in a segment to its backward: it is not gathered twice.
     6. With replicas (hybrid sharding), the buffer in which their shares are summed up stays until the backward ends.
-    7. Gradients of groups outside units stay in full until the backward ends, when they are reduced.
-    8. Solvers cannot tell which units a plan replays in a row, and would count all of them (``additive_numbers``):
+    7. Shards in host memory are copied to the device, gathered there, and the copies freed. The share of the gradients
+       is made on the device, and does not stay there.
+    8. Gradients of groups outside units stay in full until the backward ends, when they are reduced.
+    9. Solvers cannot tell which units a plan replays in a row, and would count all of them (``additive_numbers``):
        there is a problem without such segments, which is exact, and one with them.
 """
 
@@ -44,6 +46,7 @@ class _Gathered:
     reduced: int = 0
     shard: int = 0
     left: int = 0
+    copied: int = 0
     stays: bool = False
 
 
@@ -88,7 +91,8 @@ def _sum(groups: Sequence[ShardGroup]) -> _Gathered:
         sum(group.gradient_bytes for group in groups),
         sum(group.reduced_bytes for group in groups),
         sum(group.shard_bytes for group in groups),
-        sum(group.shard_bytes + group.all_reduced_bytes for group in groups),
+        sum(group.gradient_shard_bytes + group.all_reduced_bytes for group in groups),
+        sum(group.copied_bytes for group in groups),
         all(group.stays for group in groups),
     )
 
@@ -111,17 +115,19 @@ def _unit(unit: Unit, index: int, found: Sequence[_Gathered], outer: _Gathered, 
     # The buffer of the group that was gathered last; before the first, the outer ones.
     buffer = own.buffer or (before if before.parameters else outer).buffer
     forward_bytes = own.parameters + (0 if is_tail else buffer)
+    gathering_bytes = (max(own.parameters, before.buffer) if own.copied else 0) + own.buffer + own.copied
     prefetched_bytes = 0 if before.stays else before.buffer
     backward_bytes = own.parameters + prefetched_bytes + after.reduced
     ending_bytes = own.gradients + own.reduced + own.shard + prefetched_bytes
+    prefetching_bytes = backward_bytes + max(own.copied, before.copied)
     if index == 0:
         ending_bytes = max(ending_bytes, outer.reduced + outer.shard + own.left)
     options = [
         replace(
             option,
             scratch=option.scratch._replace(
-                forward=option.scratch.forward + forward_bytes,
-                backward=max(option.scratch.backward + backward_bytes, ending_bytes),
+                forward=max(option.scratch.forward + forward_bytes, gathering_bytes),
+                backward=max(option.scratch.backward + backward_bytes, prefetching_bytes, ending_bytes),
             ),
         )
         for option in unit.options
