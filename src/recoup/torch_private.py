@@ -185,6 +185,20 @@ def backend_of_generated_code(partitioner: Any, settings: dict[str, Any]) -> Cal
     return compile
 
 
+def all_compiler_settings(compiled: Any) -> dict[str, Any] | None:
+    """All settings of what `torch.compile` made; ``None`` for another backend than torch's own."""
+    read = getattr(compiled, "get_compiler_config", None)
+    given: dict[str, Any] | None = read() if read is not None else None
+    if given is not None:
+        return given
+    # What was compiled with fullgraph=True has forgotten its settings, and its backend knows them.
+    backend = next((one.callback for one in _closure(read) if hasattr(one, "callback")), None)
+    while backend is not None and not hasattr(backend, "get_compiler_config"):
+        backend = getattr(backend, "_torchdynamo_orig_backend", None)
+    given = backend.get_compiler_config() if backend is not None else None
+    return given
+
+
 def compiler_settings(compiled: Any) -> dict[str, Any] | None:
     """Settings of what `torch.compile` made, where they are not the defaults; ``None`` for another backend.
 
@@ -192,15 +206,18 @@ def compiler_settings(compiled: Any) -> dict[str, Any] | None:
     """
     from torch._inductor import config
 
-    read = getattr(compiled, "get_compiler_config", None)
-    given = read() if read is not None else None
+    given = all_compiler_settings(compiled)
     if given is None:
         return None
     usual = config.get_config_copy()
     found = {name: value for name, value in given.items() if name in usual and usual[name] != value}
-    contexts = [cell.cell_contents for cell in getattr(read, "__closure__", None) or ()]
+    contexts = _closure(compiled.get_compiler_config)
     dynamic = next((one._dynamic for one in contexts if hasattr(one, "_dynamic")), None)
     return found if dynamic is None else {**found, "dynamic": dynamic}
+
+
+def _closure(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def keep_order() -> None:
@@ -356,10 +373,19 @@ def graphs_uncached() -> Any:
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What the compiler raises where it cannot capture code."""
+    """What the compiler raises where it cannot capture code; the last two are of branches on sizes not yet known."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import (
+        GuardOnDataDependentSymNode,
+        PendingUnbackedSymbolNotFound,
+    )
 
-    return (TorchDynamoException, FailOnRecompileLimitHit)
+    return (
+        TorchDynamoException,
+        FailOnRecompileLimitHit,
+        GuardOnDataDependentSymNode,
+        PendingUnbackedSymbolNotFound,
+    )
 
 
 def too_many_compilations() -> type[Exception]:

@@ -48,7 +48,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     torch.compiler.reset()
 
 
-def measured_with(model: Model, choose: Callable[[Measured], Choice | None] | None) -> set[Recipe]:
+def measured_with(model: Model, choose: Callable[[Measured], Choice] | None) -> set[Recipe]:
     """The cuts among the options of a measured step, but for the engine's own."""
     measurement = begin_measurement(TrainingStep(*model), units=None, engine="captured")
     found = measure_step(measurement, accumulates=False, unsafe={}, choose=choose)
@@ -108,13 +108,13 @@ def test_only_chosen_cuts_are_options(compiled: list[Any]) -> None:
 
 
 def test_where_nothing_fits_every_cut_is_compiled(compiled: list[Any]) -> None:
-    measured_with(MODELS["Llama"](), lambda measured: None)
+    measured_with(MODELS["Llama"](), lambda measured: Choice(1.0, {}, fits=False))
     assert len(compiled) == 4
 
 
 def test_where_nothing_fits_with_those_measured_every_cut_is_compiled(compiled: list[Any]) -> None:
     """What was foreseen was too little."""
-    answers = [Choice(1.0, {}), None]
+    answers = [Choice(1.0, {}), Choice(1.0, {}, fits=False)]
     measured_with(MODELS["Llama"](), lambda measured: answers.pop(0))
     assert len(compiled) == 4
     assert answers == []
@@ -126,15 +126,15 @@ def test_cuts_that_hardly_matter_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("recoup.measuring.choosing.with_foreseen", lambda found: found)
     found = CostsByKind(*[None] * 9, later={"kind": [needed, little], "another": [other]})  # type: ignore[arg-type]
 
-    def plan(found: CostsByKind) -> Choice | None:
+    def plan(found: CostsByKind) -> Choice:
         cuts = {recipe for own in found.later.values() for recipe in own}
         if needed not in cuts:
-            return None
+            return Choice(1.0, {other: 1}, fits=False)
         seconds = 1.0 if little in cuts else 1.005
         return Choice(seconds, {needed: 5, little: 1, other: 2} if little in cuts else {needed: 6})
 
     assert worth_compiling(found, plan) == {needed}
-    assert worth_compiling(found, lambda found: None) is None
+    assert worth_compiling(found, lambda found: Choice(1.0, {other: 1}, fits=False)) == {other}
 
 
 @pytest.mark.parametrize("name", ["ViT", "U-Net"])

@@ -265,6 +265,20 @@ def test_compiled_with_torchs_own_backend() -> None:
     assert list(model.state_dict()) == names
 
 
+def test_what_a_plan_hides_is_compiled_still() -> None:
+    """A captured plan lets a compiled model run eagerly; a fit with ``engine="eager"`` refuses it all the same."""
+    model, x = nn.Sequential(*(Residual() for _ in range(2))), torch.randn(64, 16)
+    model.compile()
+    recoup.fit(model, x, budget="1MiB", loss=torch.sum, engine="captured", race=False)
+    planned = model[0].forward
+    with pytest.raises(SampleError, match="'Sequential' is compiled"):
+        recoup.fit(model, x, budget="1MiB", loss=torch.sum, engine="eager")
+    assert model[0].forward is planned
+    assert model._compiled_call_impl is None
+    recoup.remove(model)
+    assert model._compiled_call_impl is not None
+
+
 class TestSettings:
     """Of torch.compile: taken over, or left out with a warning."""
 
@@ -309,6 +323,22 @@ class TestSettings:
         model, _ = self.make(**settings)
         with pytest.warns(RecoupWarning, match=f"torch.compile was given, units do without: {reason}"):
             assert settings_to_take_over(model) == ""
+
+    @pytest.mark.parametrize("way", ["in place", "whole", "a forward"])
+    def test_of_one_graph_for_all(self, way: str) -> None:
+        """torch does not give the settings of what was compiled with ``fullgraph=True``."""
+        model, settings = Residual(), {"fullgraph": True, "options": {"epilogue_fusion": False}}
+        if way == "in place":
+            model.compile(**settings)
+        elif way == "whole":
+            model = torch.compile(model, **settings)
+        else:
+            model.forward = torch.compile(model.forward, **settings)
+        assert engines_for("auto", model) == ("compiled",)
+        assert json.loads(settings_to_take_over(model)) == {"epilogue_fusion": False}
+        model = Residual()
+        model.compile(fullgraph=True, backend="aot_eager")
+        assert engines_for("auto", model) == ("eager",)
 
     def test_of_modules_that_differ(self) -> None:
         model = nn.Sequential(*(Residual() for _ in range(4)))

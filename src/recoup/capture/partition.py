@@ -38,6 +38,7 @@ def partition(
     if cut.saves is None:
         _keep_what_runs_once(graph)
         return split(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
+    _forget_checkpoints(joint)
     kept, again = graph.recomputed(cut.saves)
     dropped = {node for node in again if _is_of_dropout(node)}
     again = again - dropped | {_made_again(joint, node) for node in dropped}
@@ -61,6 +62,12 @@ def draw_as_eager(joint: GraphModule) -> None:
             part.replace_all_uses_with(nothing)
             joint.graph.erase_node(part)
         joint.graph.erase_node(node)
+
+
+def _forget_checkpoints(joint: GraphModule) -> None:
+    """Removes what checkpoints in the unit's own code have marked: a dropout in one would be drawn a second time."""
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
 
 
 def _is_of_dropout(node: Node) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import nn
@@ -95,7 +95,9 @@ def capture(
     run = _compiled(cut, see)
     function, module = _unbound(forward)
     try:
-        with graphs_uncached():
+        with graphs_uncached(), warnings.catch_warnings():
+            # Where a backward cannot be captured, autograd prints a traceback beside the compiler's error.
+            warnings.filterwarnings("ignore", message="Error detected in .*")
             _call(run, function, module, args, kwargs)
     except compiler_errors() as error:
         raise CaptureError(f"torch's compiler cannot capture it ({_reason(error)})") from error
@@ -141,7 +143,7 @@ def run_cut(
         return _call(known, function, module, args, kwargs)
     except compiler_errors() as error:
         owner = getattr(forward, "__self__", forward)
-        warn(
+        warnings.warn(
             f"A unit of class {type(owner).__name__} runs eagerly, and may take more memory than planned: torch's"
             f" compiler could not capture this call ({_reason(error)}).",
             RecoupWarning,

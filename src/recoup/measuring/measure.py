@@ -298,11 +298,11 @@ class Measurement:
     def _measure_chosen(self, found: CostsByKind, choose: Choose) -> None:
         """Compiles and measures the cuts that are worth it; all of them where nothing fits with those."""
 
-        def plan(found: CostsByKind) -> Choice | None:
+        def plan(found: CostsByKind) -> Choice:
             return choose(self._put_together(found))
 
         self._measure_later(found, worth_compiling(found, plan))
-        if any(found.later.values()) and plan(found) is None:
+        if any(found.later.values()) and not plan(found).fits:
             self._measure_later(found, None)
 
     def _measure_later(self, found: CostsByKind, chosen: Collection[Recipe] | None) -> None:

@@ -80,7 +80,8 @@ class Measured:
             return costs.residents
         sharded = {id(parameter) for group in self.groups for parameter in group.parameters}
         others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in sharded]
-        gradient_bytes = sum(group.shard_bytes for group in self.groups) + sum(p.nbytes for p in others)
+        gradient_bytes = sum(group.gradient_shard_bytes for group in self.groups)
+        gradient_bytes += sum(p.nbytes for p in others)
         return replace(costs.residents, gradient_bytes=gradient_bytes)
 
     def _problem(self, costs: StepCosts, in_segments: bool) -> Problem:

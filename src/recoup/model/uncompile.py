@@ -15,6 +15,7 @@ from torch import nn
 
 from recoup.model.replace_forward import StandIn, install, installed, own_forward, uninstall
 from recoup.snapshot.own_code import is_compiled_function
+from recoup.torch_private import all_compiler_settings
 
 __all__ = [
     "compiled_code",
@@ -155,8 +156,7 @@ def _hidden(module: nn.Module) -> Any:
 
 def _generates(compiled: Any) -> bool:
     """Whether torch's own backend compiles it: that alone has settings."""
-    settings = getattr(compiled, "get_compiler_config", None)
-    return settings is not None and settings() is not None
+    return all_compiler_settings(compiled) is not None
 
 
 def _eager(module: nn.Module) -> Any:

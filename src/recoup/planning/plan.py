@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -235,20 +236,28 @@ class Session:
 
     def is_near_smallest(self, budget_bytes: int) -> bool:
         """Whether a budget is so small that answers for other seconds may need more, or less, than it."""
-        return bool(self._rounded_bytes) and budget_bytes < self.smallest_bytes + self._rounded_bytes
+        most_bytes = budget_bytes - self._rounded_bytes
+        # One answer with less is enough; one for less, with which it begins, has less as a rule.
+        peaks = (peak for solver in self.solvers for peak in self._tight_peaks(solver, most_bytes))
+        return bool(self._rounded_bytes) and all(peak > most_bytes for peak in peaks)
 
-    def _tight_peaks(self, solver: Solver) -> list[int]:
+    def _tight_peaks(self, solver: Solver, first_bytes: int = -1) -> Iterator[int]:
+        """Of answers for no more than ``first_bytes``, then of the others."""
         smallest = self.prepared(solver).smallest_bytes
-        if smallest is None or not self._rounded_bytes:
-            return [] if smallest is None else [smallest]
-        answers = [answer for is_low in (False, True) for answer in self._answers(solver, is_low)]
-        return [self._simulate(candidate.schedule).peak_bytes for candidate in answers]
+        if not self._rounded_bytes and smallest is not None:
+            yield smallest
+        for low_bytes, high_bytes in ((-1, first_bytes), (first_bytes, sys.maxsize)):
+            for is_low in (False, True):
+                for candidate in self._answers(solver, is_low, low_bytes, high_bytes):
+                    yield self._simulate(candidate.schedule).peak_bytes
 
-    def _answers(self, solver: Solver, is_low: bool, above_bytes: int = -1) -> Iterator[Candidate]:
-        """A solver's answers for a few budgets above one, the fastest first: see NOTE [ Rounded numbers ]."""
+    def _answers(
+        self, solver: Solver, is_low: bool, above_bytes: int = -1, most_bytes: int = sys.maxsize
+    ) -> Iterator[Candidate]:
+        """A solver's answers for a few budgets in a range, the fastest first: see NOTE [ Rounded numbers ]."""
         for budget in self._budgets(solver, is_low):
             key = (solver.name, is_low, budget)
-            if budget > above_bytes:
+            if above_bytes < budget <= most_bytes:
                 if key not in self._answered:
                     self._answered[key] = self.prepared(solver, is_low=is_low).best(budget)
                 if (candidate := self._answered[key]) is not None:
@@ -366,15 +375,8 @@ class Session:
             # What holds for all schedules holds for every class of them.
             seconds = max(bound.seconds, candidate.bound.seconds)
             bound = Bound(seconds, schedules=candidate.bound.schedules)
-        seconds = min(bound.seconds, predicted.seconds)
-        return Plan(
-            problem=self.problem,
-            budget_bytes=budget_bytes,
-            schedule=candidate.schedule,
-            solver=solver.name,
-            bound=Bound(seconds, schedules=bound.schedules),
-            predicted=predicted,
-        )
+        bound = Bound(min(bound.seconds, predicted.seconds), schedules=bound.schedules)
+        return Plan(self.problem, budget_bytes, candidate.schedule, solver.name, bound, predicted)
 
     def _fitting(self, candidates: Iterable[Candidate], budget_bytes: int) -> Candidate | None:
         """The first of several schedules that fits a budget."""
@@ -386,14 +388,12 @@ class Session:
         if budget_bytes >= smallest:
             names = ", ".join(solver.name for solver in self.solvers)
             asked = f"{names}: no answer for {budget_bytes} bytes"
-            raise AssertionError(f"{asked}, though the smallest budget is said to be {smallest} bytes")
+            raise AssertionError(f"{asked}, though the smallest is said to be {smallest}")
         tight = self.plan(smallest)
         unit = self.problem.units[tight.predicted.peak.unit].name
-        return BudgetError(
+        message = (
             f"No schedule fits {format_bytes(budget_bytes)} ({budget_bytes} bytes). The smallest feasible"
             f" budget is {format_bytes(smallest)} ({smallest} bytes), set by the {tight.predicted.peak.phase}"
-            f" of unit {unit!r}. Raise the budget, or give that unit an option with fewer bytes.",
-            budget_bytes=budget_bytes,
-            smallest_bytes=smallest,
-            unit=unit,
+            f" of unit {unit!r}. Raise the budget, or give that unit an option with fewer bytes."
         )
+        return BudgetError(message, budget_bytes=budget_bytes, smallest_bytes=smallest, unit=unit)

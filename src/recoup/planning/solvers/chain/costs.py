@@ -218,6 +218,10 @@ class ChainCosts:
         """Whether a part can never be run: see NOTE [ Units that run once ] in ``chain_floors``."""
         return last < self.num_units - 1 and self.next_once[first] <= last
 
+    def num_cuts(self, first: int, last: int) -> int:
+        """How many cuts of a part have a left part that can be run: those up to the next unit that runs once."""
+        return min(last, self.next_once[first]) - first
+
     def sweep_needs(self, first: int) -> Ints:
         """``[i]``: bytes beyond ``before_bytes`` to run ``first`` … ``first + i`` and keep nothing."""
         needs = self.sweep_bytes[first:].copy()

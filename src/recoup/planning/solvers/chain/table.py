@@ -43,7 +43,8 @@ class ChainTable:
 
     Attributes:
         rows: ``rows[h][s][t - s]`` for the part s … t whose input is held (h is True) or not: see NOTE [ Inputs
-            that go ] in ``costs``. Both are the same array where no option of s frees its input.
+            that go ] in ``costs``. Both are the same array where no option of s frees its input. Those of parts that
+            can never be run are not filled: nobody reads them.
         edges: seconds of the same parts at exactly their least bytes (only when rounding up).
     """
 
@@ -96,35 +97,35 @@ class ChainTable:
 
     def _fill(self, first: int) -> None:
         costs, num_parts = self.costs, self.costs.num_units - first
-        for table, shape in ((self.rows, (num_parts, self.num_levels + 1)), (self.edges, (num_parts,))):
-            table[True][first] = table[False][first] = np.full(shape, np.inf)
-            if costs.frees[first]:
-                table[False][first] = table[True][first].copy()
+        self.rows[True][first] = self.rows[False][first] = np.empty((num_parts, self.num_levels + 1))
+        self.edges[True][first] = self.edges[False][first] = np.full(num_parts, np.inf)
+        if costs.frees[first]:
+            self.rows[False][first] = np.empty_like(self.rows[True][first])
+            self.edges[False][first] = self.edges[True][first].copy()
         swept = costs.sweep_needs(first)
-        for num_cuts in range(num_parts):
-            last = first + num_cuts
+        for last in range(first, costs.num_units):
             if not costs.is_never(first, last):
                 for is_held in (True, False) if costs.frees[first] else (True,):
                     self._fill_row(first, last, swept, is_held=is_held)
-            self._publish(first, last)
+                self._publish(first, last)
 
     def _fill_row(self, first: int, last: int, swept: Ints, *, is_held: bool) -> None:
-        num_cuts = last - first
-        row, edges = self.rows[is_held][first][num_cuts], self.edges[is_held][first]
-        low = self.level(int(self.floors.least[is_held][first][num_cuts]))
+        row, edges = self.rows[is_held][first][last - first], self.edges[is_held][first]
+        low = self.level(int(self.floors.least[is_held][first][last - first]))
         high = self.saturation(first, last, is_held=is_held)
+        row[:high] = np.inf
         row[high:] = self.costs.options(last, is_held=is_held).full_s(first, last)
         if low < high:
             for option in self.costs.options(last, is_held=is_held).of[first]:
                 start, seconds = self.option_row(first, last, option, low, high)
                 np.minimum(row[start:high], seconds, out=row[start:high])
-            if num_cuts:
+            if self.costs.num_cuts(first, last):
                 best = np.minimum.reduce(self.cut_rows(first, last, low, high, swept), axis=0)
                 best -= self.costs.start_s[first]
                 np.minimum(row[low:high], best, out=row[low:high])
         if self.rounding is Rounding.UP:
-            edges[num_cuts] = self._edge(first, last, swept, is_held=is_held)
-            np.minimum(row[low:], edges[num_cuts], out=row[low:])
+            edges[last - first] = self._edge(first, last, swept, is_held=is_held)
+            np.minimum(row[low:], edges[last - first], out=row[low:])
 
     def _publish(self, first: int, last: int) -> None:
         """Stores a row as right parts see it, whose input is not held."""
@@ -167,14 +168,13 @@ class ChainTable:
 
     def cut_rows(self, first: int, last: int, low: int, high: int, swept: Ints) -> Floats:
         """Seconds of every cut, up to which units run forward and keep nothing, plus ``start_s`` of the first unit."""
-        num_cuts = last - first
+        num_cuts = self.costs.num_cuts(first, last)
         buffer = self._buffer[:num_cuts, : high - low]
-        np.add(
-            self.rows[True][first][:num_cuts, low:high], self.right[last][first + 1 :, low:high], out=buffer
-        )
+        right = self.right[last][first + 1 :][:num_cuts, low:high]
+        np.add(self.rows[True][first][:num_cuts, low:high], right, out=buffer)
         # Parts that fit nearly always leave room for the sweep, so there is seldom anything to rule out.
         needed = self.levels(swept[:num_cuts] + self.costs.before_bytes[last])
-        if needed[-1] > low:
+        if needed.size and needed[-1] > low:
             for index in np.flatnonzero(needed > low):
                 buffer[index, : int(needed[index]) - low] = np.inf
         return buffer
@@ -185,7 +185,7 @@ class ChainTable:
         """Seconds of a part at exactly its least bytes."""
         num_bytes = int(self.floors.least[is_held][first][last - first])
         best = min(self.option_seconds(first, last, num_bytes, is_held=is_held))
-        if first < last:
+        if self.costs.num_cuts(first, last):
             best = min(best, float(self.cut_seconds(first, last, num_bytes, swept).min()))
         return best
 
@@ -213,14 +213,16 @@ class ChainTable:
 
     def cut_seconds(self, first: int, last: int, num_bytes: int, swept: Ints) -> Floats:
         """Seconds of a part for each of its cuts, with exactly ``num_bytes``."""
-        num_cuts, floors = last - first, self.floors
-        fits = floors.right[last][first + 1 :] <= num_bytes
+        num_cuts, floors = self.costs.num_cuts(first, last), self.floors
+        cuts = slice(first + 1, first + 1 + num_cuts)
+        fits = floors.right[last][cuts] <= num_bytes
         fits &= floors.least[True][first][:num_cuts] <= num_bytes
         fits &= swept[:num_cuts] + self.costs.before_bytes[last] <= num_bytes
-        rest = np.maximum(num_bytes - self.costs.output_bytes[first:last], 0) // self.level_bytes
-        level = np.minimum(rest + self.input_levels[first + 1 : last + 1], self.num_levels)
-        right = self.right[last][np.arange(first + 1, last + 1), level]
-        right = np.minimum(right, self.right_edges[last][first + 1 :])
+        output_bytes = self.costs.output_bytes[first : first + num_cuts]
+        rest = np.maximum(num_bytes - output_bytes, 0) // self.level_bytes
+        level = np.minimum(rest + self.input_levels[cuts], self.num_levels)
+        right = self.right[last][cuts][np.arange(num_cuts), level]
+        right = np.minimum(right, self.right_edges[last][cuts])
         column = min(num_bytes // self.level_bytes, self.num_levels)
         left = np.minimum(self.rows[True][first][:num_cuts, column], self.edges[True][first][:num_cuts])
         return np.where(fits, left + right - self.costs.start_s[first], np.inf)
