@@ -251,8 +251,16 @@ def interleaved(bench: Bench, use: Callable[[], Any], ours: Callable[[], Any], n
 def row(
     name: str, what: str, bench: Bench, budget: int, use: Callable[[], Any], engine: str, num_rounds: int
 ) -> str:
-    """One comparison; layers are compiled while ``use`` is in force only."""
-    fitted, fit_s = bench.fit(budget, engine)
+    """One comparison; layers are compiled while ``use`` is in force only.
+
+    Where no plan fits the budget, the smallest one that some plan fits is used, and the row says so.
+    """
+    try:
+        fitted, fit_s = bench.fit(budget, engine)
+    except recoup.BudgetError as error:
+        what += f"; **no plan fits {budget / GIB:.2f}**"
+        budget = error.smallest_bytes
+        fitted, fit_s = bench.fit(budget, engine)
     peak = bench.peak_bytes()
 
     def ours() -> None:

@@ -15,7 +15,16 @@ import recoup
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LONG = [ROOT / "docs" / "howto" / name for name in ("seventy_billion.md", "peft.md")]
+LONG = [
+    ROOT / "docs" / name
+    for name in (
+        "howto/seventy_billion.md",
+        "howto/peft.md",
+        "howto/varying_batches.md",
+        "howto/gans.md",
+        "cli.md",
+    )
+]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

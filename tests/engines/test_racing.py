@@ -317,7 +317,7 @@ def test_predictions_learn_from_the_race(clock: Any) -> None:
     assert again == fitted.plan
 
 
-def test_several_processes_do_not_race(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_processes_does_not_race_alone(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recoup.fitting.one_fit, "num_processes", lambda: 2)
     model, batch = model_and_batch()
     clock(0.0, 0.01)

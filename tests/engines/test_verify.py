@@ -50,9 +50,13 @@ class Generated:
 
     def __init__(self, draws: bool, **gradients: Tensor) -> None:
         self.draws, self.gradients, self.way = draws, gradients, "planned"
+        self.step = TrainingStep(nn.Linear(1, 1), torch.ones(1))
 
     def results(self, see: Callable[[Tensor], Any]) -> dict[str, Any]:
         return {"weight": see(self.gradients[self.way])}
+
+    def inspect(self, see: Callable[[dict[str, Tensor]], Any]) -> Any:
+        return see({"weight": self.gradients[self.way]})
 
     @contextmanager
     def _as(self, way: str) -> Iterator[None]:
@@ -361,12 +365,30 @@ def test_a_flipped_sign_is_no_rounding() -> None:
         ({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([3.0, 4.5])}, 0.1, 0.9978),
         ({"w": torch.tensor([math.nan, 4.0])}, {"w": torch.tensor([math.nan, 5.0])}, 0.25, 1.0),
         ({"w": torch.tensor([math.nan, 4.0])}, {"w": torch.tensor([3.0, 4.0])}, math.inf, 0.0),
+        ({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([math.nan, 4.0])}, math.inf, 0.0),
+        ({"w": torch.ones(2)}, {"w": torch.ones(3)}, math.inf, 0.0),
+        ({"w": torch.ones(1, dtype=torch.complex64)}, {"w": torch.ones(1)}, math.inf, 0.0),
+        ({"w": torch.tensor([3 + 4j])}, {"w": torch.tensor([3 + 4j]).conj()}, 1.6, -0.28),
+        (
+            {"w": torch.ones(2**22)},
+            {"w": torch.ones(2**22).index_fill(0, torch.arange(2**21), -1)},
+            2**0.5,
+            0.0,
+        ),
         ({"w": torch.tensor([3 + 4j])}, {"w": torch.tensor([3 - 4j])}, 1.6, -0.28),
     ],
 )
 def test_how_far_results_are_apart(left: Any, right: Any, error: float, cosine: float) -> None:
     (found,) = drift_between(left, right)
     assert found == ("w", pytest.approx(error), pytest.approx(cosine, abs=1e-3))
+
+
+def test_a_gradient_that_overflows_is_no_measure_for_the_others() -> None:
+    infinite = {"a": torch.tensor([math.inf])}
+    found = drift_between(
+        infinite | {"w": torch.tensor([1.0, 4.0])}, infinite | {"w": torch.tensor([5.0, 4.0])}
+    )
+    assert [drift.name for drift in too_far(found)] == ["w"]
 
 
 def test_equal_results_do_not_drift() -> None:

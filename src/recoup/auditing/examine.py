@@ -22,7 +22,7 @@ from recoup.model.undo import undone
 from recoup.sizes import format_bytes
 from recoup.tensors import storages, tensors_in
 
-__all__ = ["examine", "run_plainly"]
+__all__ = ["examine"]
 
 _Found = list[tuple[Kind, str]]
 _TOO_LARGE = "its replay alone does not fit the memory"
@@ -41,7 +41,7 @@ def examine(call: UnitCall) -> tuple[Any, list[Finding]]:
         found, other = [(Kind.REPLAY, _first_line(error))], None
     if (Kind.NOT_EXAMINED, _TOO_LARGE) in found:
         make_meter(device_of(call.module, (call.args, call.kwargs))).make_room()
-    output, log = run_plainly(call)
+    output, log = _run_plainly(call)
     if log is not None and log.is_read:
         found = [(Kind.BACKWARD, "its own backward runs before the step's")]
     elif log is not None:
@@ -49,7 +49,7 @@ def examine(call: UnitCall) -> tuple[Any, list[Finding]]:
     return output, [make_finding(call.name, kind, detail) for kind, detail in found]
 
 
-def run_plainly(call: UnitCall) -> tuple[Any, SavedLog | None]:
+def _run_plainly(call: UnitCall) -> tuple[Any, SavedLog | None]:
     """Runs a call once, as the model does, also where its arguments cannot be detached from the code before."""
     try:
         call.fresh()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recoup.auditing.examine import examine, run_plainly
+from recoup.auditing.examine import examine
 from recoup.auditing.findings import Audit, Finding
 from recoup.model.calls import watch_calls
 from recoup.model.step import TrainingStep
@@ -83,7 +83,7 @@ class _Visitor(Visitor):
 
     def visit(self, call: UnitCall) -> Any:
         if self._only is not None and call.index not in self._only:
-            return run_plainly(call)[0]
+            return super().visit(call)
         output, findings = examine(call)
         self.findings += findings
         return output

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, Literal
@@ -37,6 +37,7 @@ __all__ = ["is_due", "is_sampling_as_usual", "never_again", "sampling", "site_of
 class _Mode:
     # Of the process: replays on an accelerator run on threads of autograd's own.
     samples: Literal["usual", "always", "never"] = "usual"
+    left_out: frozenset[int] = frozenset()
 
 
 _mode = _Mode()
@@ -55,13 +56,19 @@ _sites = ByIdentity(_Site)
 
 
 @contextmanager
-def sampling(samples: Literal["always", "never"]) -> Iterator[None]:
-    """Every call with ``check="sampled"`` is compared, or none; neither is counted."""
-    before, _mode.samples = _mode.samples, samples
+def sampling(samples: Literal["always", "never"], *, left_out: Iterable[Any] = ()) -> Iterator[None]:
+    """Every call with ``check="sampled"`` is compared, or none; neither is counted.
+
+    Args:
+        samples: which of both.
+        left_out: call sites whose calls are not compared.
+    """
+    before = _mode.samples, _mode.left_out
+    _mode.samples, _mode.left_out = samples, frozenset(map(id, left_out))
     try:
         yield
     finally:
-        _mode.samples = before
+        _mode.samples, _mode.left_out = before
 
 
 def is_sampling_as_usual() -> bool:
@@ -72,7 +79,7 @@ def is_sampling_as_usual() -> bool:
 def is_due(site: Any) -> bool:
     """Counts a call of a call site, and says whether it is to be compared."""
     if _mode.samples != "usual" or depth():
-        return _mode.samples == "always" and not depth()
+        return _mode.samples == "always" and not depth() and id(site) not in _mode.left_out
     known = _sites.of(site)
     known.count += 1
     # One that falls into a capture is made up for by the next.

@@ -19,10 +19,10 @@ from torch.autograd import grad as run_grad
 from recoup.devices.allocator import block_bytes
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
-from recoup.tensors import tensors_in
+from recoup.tensors import tensors_in, working_device
 from recoup.torch_private import keep_device_busy
 
-__all__ = ["Meter", "Parts", "Timing", "device_of", "gc_disabled", "make_meter"]
+__all__ = ["Meter", "Parts", "Timing", "device_of", "gc_disabled", "gc_of_new_objects", "make_meter"]
 
 _QUEUE_S = 0.002
 """How long the device's queue is filled before a run, so that the host gets ahead of the device."""
@@ -355,6 +355,23 @@ def gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def gc_of_new_objects() -> Iterator[None]:
+    """Collects garbage, then leaves all that lives alone: collections in the block look only at what it makes.
+
+    Beside the million objects of torch and transformers each would take as long as a few steps of a small model.
+    """
+    gc.collect()
+    if gc.get_freeze_count():  # by someone else, who would find it undone
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _host_s(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
@@ -378,7 +395,7 @@ def make_meter(device: torch.device) -> Meter:
 
 def device_of(model: nn.Module, sample: Any = None) -> torch.device:
     """The one device that a model's step runs on."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = {working_device(tensor) for tensor in (*model.parameters(), *model.buffers())}
     accelerators = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
     if len(accelerators) > 1:
         raise SampleError(

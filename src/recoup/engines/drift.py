@@ -13,17 +13,27 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-__all__ = ["Drift", "Results", "deterministically", "drift_between", "list_drifts", "too_far"]
+__all__ = [
+    "Drift",
+    "Results",
+    "beyond_rounding",
+    "deterministically",
+    "drift_between",
+    "list_drifts",
+    "too_far",
+]
 
 T = TypeVar("T")
 # The most by which rounding makes two gradients differ, in 16 bits and after many layers.
 _TOLERANCE = 0.05
 # The drift of plain steps is known from a few samples only.
 _FACTOR = 10.0
+# Elements that are compared at a time.
+_PART = 2**20
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 Results = dict[str, Tensor]
-"""Tensors in host memory, by their names."""
+"""Tensors by their names."""
 
 
 class Drift(NamedTuple):
@@ -51,45 +61,76 @@ def drift_between(first: Results, second: Results) -> list[Drift]:
     Some gradients are zero but for rounding, such as that of a bias before a normalisation: their errors are shares of
     what rounding leaves of all gradients together.
     """
-    found = []
-    size = math.hypot(*(_numbers(tensor).nan_to_num().norm().item() for tensor in first.values()))
-    for name in sorted(first.keys() | second.keys()):
-        if name not in first or name not in second or first[name].shape != second[name].shape:
-            found.append(Drift(name, math.inf, 0.0))
-        elif not _are_same_bits(first[name], second[name]):
-            found.append(_drift(name, first[name], second[name], size * _rounding(first[name].dtype)))
-    return found
+    names = first.keys() & second.keys()
+    comparable = [name for name in names if _kind(first[name]) == _kind(second[name])]
+    distances = {name: _compare(first[name], second[name]) for name in comparable}
+    # One gradient that overflowed is no measure for the others.
+    size = math.hypot(*(one.first for one in distances.values() if math.isfinite(one.first)))
+    found = {name: Drift(name, math.inf, 0.0) for name in (first.keys() | second.keys()) - distances.keys()}
+    for name, one in distances.items():
+        if not one.is_equal:
+            found[name] = one.drift(name, size * _rounding(first[name].dtype))
+    return [found[name] for name in sorted(found)]
 
 
-def _are_same_bits(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(
-        left.flatten().view(torch.uint8), right.flatten().view(torch.uint8)
-    )
+def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
+    return tensor.shape, tensor.is_complex()
+
+
+class _Distance(NamedTuple):
+    """Norms of two tensors and of their difference, and their dot product, without what is NaN in both.
+
+    Attributes:
+        has_other_nans: whether something is NaN in one of them only.
+        is_equal: to the last bit.
+    """
+
+    first: float
+    second: float
+    apart: float
+    dot: float
+    has_other_nans: bool
+    is_equal: bool
+
+    def drift(self, name: str, least: float) -> Drift:
+        """As a share of the first, or of ``least`` if it is smaller."""
+        if self.has_other_nans:
+            return Drift(name, math.inf, 0.0)
+        is_known = self.first and self.second
+        cosine = self.dot / (self.first * self.second) if is_known else float(self.first == self.second)
+        size = max(self.first, least)
+        return Drift(name, self.apart / size if size else (math.inf if self.apart else 0.0), cosine)
+
+
+def _compare(left: Tensor, right: Tensor) -> _Distance:
+    """Compares two tensors on the GPU if one of them is there, a part at a time: it may have little memory left."""
+    device = next((one.device for one in (left, right) if one.is_cuda), torch.device("cpu"))
+    is_equal, has_other_nans = left.dtype == right.dtype, False
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    for first, second in zip(_parts(left, device), _parts(right, device), strict=True):
+        is_equal = is_equal and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        one, other = first.double(), second.double()
+        missing = one.isnan()
+        has_other_nans = has_other_nans or not torch.equal(missing, other.isnan())
+        one, other = one.masked_fill_(missing, 0), other.masked_fill_(missing, 0)
+        apart = one - other
+        sums += torch.stack([one.dot(one), other.dot(other), apart.dot(apart), one.dot(other)])
+    first_2, second_2, apart_2, dot = sums.tolist()
+    norms = math.sqrt(first_2), math.sqrt(second_2), math.sqrt(apart_2)
+    return _Distance(*norms, dot, has_other_nans, is_equal)
+
+
+def _parts(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    plain = dense.resolve_conj().resolve_neg()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return (part.to(device) for part in real.reshape(-1).split(_PART))
 
 
 def _rounding(dtype: torch.dtype) -> float:
     """What rounding leaves of something that would be zero, as a share of what it is computed from."""
     is_rounded = dtype.is_floating_point or dtype.is_complex
     return min(16 * torch.finfo(dtype).eps, 1e-3) if is_rounded else 0.0
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
-
-
-def _drift(name: str, left: Tensor, right: Tensor, least: float) -> Drift:
-    """How far two tensors are apart, as a share of the first, or of ``least`` if it is smaller."""
-    left, right = _numbers(left), _numbers(right)
-    missing = left.isnan()
-    if not torch.equal(missing, right.isnan()):
-        return Drift(name, math.inf, 0.0)
-    if missing.any():  # picking elements takes far longer than all else here
-        left, right = left[~missing], right[~missing]
-    size, other = left.norm().item(), right.norm().item()
-    apart = (left - right).norm().item()
-    cosine = torch.dot(left, right).item() / (size * other) if size and other else float(size == other)
-    size = max(size, least)
-    return Drift(name, apart / size if size else (math.inf if apart else 0.0), cosine)
 
 
 def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
@@ -102,6 +143,16 @@ def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
         for drift in found
         # Negated, so that NaN is too far.
         if not drift.relative_error <= max(_TOLERANCE, _FACTOR * usual.get(drift.name, 0.0))
+    ]
+
+
+def beyond_rounding(found: Iterable[Drift], results: Results) -> list[Drift]:
+    """Those that another order of sums does not explain: it leaves half of the digits of the results' dtype."""
+    return [
+        drift
+        for drift in found
+        if drift.name not in results
+        or not drift.relative_error <= min(_TOLERANCE, math.sqrt(torch.finfo(results[drift.name].dtype).eps))
     ]
 
 

@@ -6,13 +6,15 @@ NOTE [ Quiet moments ]
     3. A rival replaces the plan only if it is faster by more than noise, in most rounds, and holds the budget.
     4. Memory is recorded in steps of their own, since counting slows a step down on the CPU: of the plan and of the
        plain step before they are timed, of a rival only if it is faster than the plan.
+    5. Of several ranks, the slowest one's seconds and the largest peak count for all. Nothing is decided by a rank's
+       own numbers, nor by an error that only one rank catches: all run the same steps in the same order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -171,8 +173,9 @@ def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
     candidates, ways = [candidate for candidate, _ in entries], [way for _, way in entries]
     plan = candidates[0].plan
     note("verifying", 0, 2)
-    with ways[0]():
-        recorded = steps.record()
+    plain_fits = steps.plain_fits()
+    tells = plain_fits and not steps.step.changes_parameters
+    recorded = _record(steps, ways[0], plan if tells else None)
     if recorded.peak_bytes > plan.budget_bytes:
         return Race(((candidates[0], Lap(recorded=recorded)),), plan)
 
@@ -181,7 +184,7 @@ def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
         with ways[0](), steps.plainly():
             yield
 
-    plain = _try_to_record(steps, plainly) if steps.plain_fits() else None
+    plain = _try_to_record(steps, plainly) if plain_fits else None
     times = _time(steps, [*ways, plainly] if plain else ways, num_racing=len(ways))
     laps = [Lap(own) for own in times]
     laps[0] = Lap(times[0], recorded)
@@ -206,11 +209,10 @@ def _time(steps: RealSteps, ways: Sequence[_Way], *, num_racing: int) -> list[tu
 
         def turn(way: _Way) -> Callable[[], Timing]:
             def run() -> Timing:
-                try:
-                    with way():
-                        return time_step()
-                except torch.OutOfMemoryError:
-                    return _NEVER
+                with suppress(torch.OutOfMemoryError), steps.step.ranks.together(), way():
+                    return time_step()
+                steps.meter.make_room()
+                return _NEVER
 
             return run
 
@@ -222,16 +224,19 @@ _NEVER = Timing(math.inf, 0.0)
 """Of a step that does not fit the device."""
 
 
+def _record(steps: RealSteps, way: _Way, plan: ModelPlan | None = None) -> Recorded:
+    with steps.step.ranks.together(), way():
+        return steps.record(plan)
+
+
 def _try_to_record(
     steps: RealSteps, way: _Way, errors: type[Exception] = torch.OutOfMemoryError
 ) -> Recorded | None:
     """The memory of a step; ``None`` if it does not fit the device, or raises such errors."""
-    try:
-        with way():
-            return steps.record()
-    except (torch.OutOfMemoryError, errors):
-        steps.meter.make_room()
-        return None
+    with suppress(torch.OutOfMemoryError, errors):
+        return _record(steps, way)
+    steps.meter.make_room()
+    return None
 
 
 def take_turns(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from recoup.checkpointing.fingerprints import Fingerprint, fingerprint
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
-from recoup.engines.drift import deterministically
+from recoup.engines.compared_replays import replays_left_out
+from recoup.engines.drift import Results, deterministically
 from recoup.engines.eager import kept
-from recoup.engines.recording import Points, Recording, record
+from recoup.engines.recording import Points, record
 from recoup.errors import ReplayMismatchError, VerificationError
 from recoup.model.caches import CachelessForward, without_caches
 from recoup.model.replace_forward import installed, suspended
 from recoup.model.step import TrainingStep
+from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.tensors import local_part
 
@@ -39,12 +41,14 @@ class Recorded:
         points: bytes of the whole step over the recorded step's own seconds.
         prints: fingerprints of its gradients, and of the parameters where a step may change them.
         is_cacheless: whether the plan switched a key-value cache off.
+        compares_all: whether all replays were compared with their forwards.
     """
 
     peak_bytes: int
     points: Points
     prints: dict[str, Fingerprint] = field(default_factory=dict, repr=False)
     is_cacheless: bool = False
+    compares_all: bool = True
 
 
 class RealSteps:
@@ -99,17 +103,36 @@ class RealSteps:
         model = self.step.model
         return without_caches(model) if _caches_off(model) else nullcontext()
 
-    def record(self) -> Recorded:
+    def record(self, plan: ModelPlan | None = None) -> Recorded:
         """A step's memory and results; replays are compared with their forwards. Of several ranks, the largest peak.
+
+        Args:
+            plan: that it runs under, where its gradients will be compared with the plain step's: then some replays
+                are enough, see NOTE [ Compared replays ].
 
         Raises:
             VerificationError: a replay differs from its forward.
         """
+        left_out: set[nn.Module] = set()
+        if plan is not None and not self.is_generated:
+            left_out = replays_left_out(self.step.model, plan, self.device)
         with self.step.together():
-            recorded = self._record()
-        return replace(recorded, peak_bytes=self.step.ranks.largest(recorded.peak_bytes))
+            recorded = self._record(left_out)
+        peak_bytes = self.step.ranks.largest(recorded.peak_bytes)
+        return replace(recorded, peak_bytes=peak_bytes, compares_all=not left_out)
 
-    def _record(self) -> Recorded:
+    def compare_replays(self) -> None:
+        """Runs a step in which all replays are compared with their forwards.
+
+        Raises:
+            VerificationError: one differs.
+        """
+        with self.step.together(), self.step.preserved():
+            self._prepare()
+            with _comparing():
+                self._run_in_flight()
+
+    def _record(self, left_out: Collection[nn.Module]) -> Recorded:
         residents = self.profile.residents
         # Once is enough, whatever the plan: it does not change what a step writes to.
         finding = nullcontext() if self._knows_writes else self.step.finding_writes()
@@ -122,22 +145,16 @@ class RealSteps:
                 # Tracked, since a step of the user's may free these gradients and make others.
                 self._prepare()
                 lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
-                recorded = self._run_recorded()
+                # Comparing takes memory too, on some devices: near the peak it has to be there.
+                with _comparing(left_out):
+                    recorded = record(self.meter, self._run_in_flight)
             # Before what was written to is put back, gradients among it.
-            prints = self._see(fingerprint)
+            prints = {name: fingerprint(tensor) for name, tensor in self._results().items()}
         self._knows_writes = True
         peak_bytes = max(recorded.peak_bytes + lived_bytes, residents.optimizer_peak_bytes)
         points = tuple((time_s, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
         is_cacheless = any(one.has_switched for one in _caches_off(self.step.model))
         return Recorded(peak_bytes, points, prints, is_cacheless)
-
-    def _run_recorded(self) -> Recording:
-        # Comparing takes memory too, on some devices: this is the most that a step may need.
-        with sampling("always"):
-            try:
-                return record(self.meter, self._run_in_flight)
-            except ReplayMismatchError as error:
-                raise VerificationError(f"{error}\nRun recoup.audit on the model.") from None
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[], Timing]]:
@@ -157,26 +174,31 @@ class RealSteps:
             yield time_step
 
     def results(self, see: Callable[[Tensor], T], names: Sequence[str] | None = None) -> dict[str, T]:
-        """What ``see`` makes of the gradients after a step, and of the parameters where a step may change them."""
+        """What ``see`` makes of each of the gradients after a step, and of parameters where a step may change them."""
+        return self.inspect(lambda found: {name: see(tensor) for name, tensor in found.items()}, names)
+
+    def inspect(self, see: Callable[[Results], T], names: Sequence[str] | None = None) -> T:
+        """What ``see`` makes of all of them."""
         run = partial(self._after_step, see, names)
         # Generated code would be compiled once more under other settings.
         with self.step.together():
             return run() if self.is_generated else deterministically(run)
 
-    def _after_step(self, see: Callable[[Tensor], T], names: Sequence[str] | None) -> dict[str, T]:
+    def _after_step(self, see: Callable[[Results], T], names: Sequence[str] | None) -> T:
         with self.step.preserved():
             self._prepare()
             self._run()
-            return self._see(see, names)
+            found = self._results()
+            return see({name: tensor for name, tensor in found.items() if names is None or name in names})
 
-    def _see(self, see: Callable[[Tensor], T], names: Sequence[str] | None = None) -> dict[str, T]:
-        found: dict[str, Tensor] = {}
+    def _results(self) -> Results:
+        found: Results = {}
         for name, parameter in self.step.model.named_parameters():
             if parameter.grad is not None:
                 found[name] = local_part(parameter.grad)
             if self.step.changes_parameters:
                 found[f"{name}{_AFTER}"] = local_part(parameter)
-        return {name: see(tensor) for name, tensor in found.items() if names is None or name in names}
+        return found
 
     def leaves_traces(self, names: Iterable[str]) -> bool:
         """Whether results of a step, by name, tell its gradients: these, or parameters that an optimizer stepped."""
@@ -186,7 +208,10 @@ class RealSteps:
     def _settle(self) -> None:
         """Lets an optimizer inside the step allocate its state, which counts as resident, and the compiler compile."""
         if self.step.changes_parameters or self.profile.is_captured:
-            self._run()
+            # The step that follows draws the random numbers of the measured one: by these, layers may be skipped.
+            repeated = nullcontext() if self.step.changes_parameters else self.step.repeated()
+            with repeated:
+                self._run()
             for parameter in self.step.model.parameters():
                 parameter.grad = None
 
@@ -214,6 +239,20 @@ class RealSteps:
         output, loss = self._forward()
         loss.backward()
         del output
+
+
+@contextmanager
+def _comparing(left_out: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """A step whose replays are compared with their forwards.
+
+    Raises:
+        VerificationError: one differs.
+    """
+    with sampling("always", left_out=left_out):
+        try:
+            yield
+        except ReplayMismatchError as error:
+            raise VerificationError(f"{error}\nRun recoup.audit on the model.") from None
 
 
 def _caches_off(model: nn.Module) -> list[CachelessForward]:

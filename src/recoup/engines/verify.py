@@ -10,7 +10,7 @@ import torch
 
 from recoup.checkpointing.fingerprints import Fingerprint, differing, fingerprint, on_host
 from recoup.engines.compare_by_unit import Compared, compare_units
-from recoup.engines.drift import Drift, drift_between, list_drifts, too_far
+from recoup.engines.drift import Drift, beyond_rounding, drift_between, list_drifts, too_far
 from recoup.engines.racing import Finisher, Race, time_as_it_stands
 from recoup.engines.real_steps import RealSteps, Recorded
 from recoup.engines.recording import Points
@@ -41,8 +41,8 @@ class Verification:
         gradients: how the gradients compare, in words: ``"bit-equal"``, or ``"bit-equal, unit by unit"`` where the
             plain step did not fit; what was not compared, how far those that drift are apart, and that they are
             compared with a step whose key-value cache is off, where the plan switches it off.
-        drifting: gradients that are not bit-equal, in a model whose plain steps are not either, and how far they are
-            apart.
+        drifting: gradients that are not bit-equal, in a model whose plain steps are not either or with units that are
+            captured, and how far they are apart.
         notes: limits of these figures, in sentences.
         timeline: seconds, and the bytes of the whole step from then on. Recording slows a step down: the times are
             those of the recorded step, scaled to ``seconds``.
@@ -85,7 +85,8 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
 
     Raises:
         OverBudgetError: its peak passes the plan's budget. Nothing else is looked at then.
-        VerificationError: a gradient differs from the plain step's, though plain steps agree with each other.
+        VerificationError: a gradient differs from the plain step's, though plain steps agree with each other; with
+            captured units, by more than rounding.
     """
     steps = RealSteps(step, plan.profile)
     if race is None:
@@ -116,13 +117,17 @@ def _compare_gradients(
     steps: RealSteps, plan: ModelPlan, fitted: Recorded, plain: Recorded | None
 ) -> tuple[tuple[Drift, ...], str]:
     """Compares gradients: of recorded steps; where these differ, with deterministic operations; or unit by unit."""
-    if not steps.leaves_traces(fitted.prints):
-        return (), "not compared: the step leaves no gradients"
-    if plain is not None and steps.is_generated:
-        return _compare_generated(steps, fitted.prints, plain.prints)
-    if plain is not None:
+    leaves_traces = steps.leaves_traces(fitted.prints)
+    if leaves_traces and plain is not None:
+        if steps.is_generated:
+            return _compare_generated(steps, fitted.prints, plain.prints)
         if not steps.step.ranks.largest(bool(differing(fitted.prints, plain.prints))):
             return (), _in_words(())
+    if not fitted.compares_all:
+        steps.compare_replays()  # by gradients nothing is known, or that one of them differs
+    if not leaves_traces:
+        return (), "not compared: the step leaves no gradients"
+    if plain is not None:
         prints, plain_prints = steps.results(fingerprint), _plain_prints(steps)
         if plain_prints is not None:
             return _compare(steps, prints, plain_prints)
@@ -156,13 +161,12 @@ def _compare_generated(
     another cut may be from it. It draws its random numbers in an order of its own, which is the same for all cuts: code
     that draws is compared with code that draws the same, and its distance from eager code says nothing.
     """
-    names = differing(fitted, plain)
+    names = _differing(steps, fitted, plain)
     with steps.plainly():
         kept = steps.results(on_host)
     with steps.eagerly():
-        eager = steps.results(on_host)
-    found = drift_between(kept, steps.results(on_host)) if names else []
-    rounding = drift_between(eager, kept)
+        rounding = steps.inspect(lambda eager: drift_between(eager, kept))
+    found = steps.inspect(lambda planned: drift_between(kept, planned)) if names else []
     error = _largest(rounding)
     against = f"relative error against eager up to {error:.2g}"
     drawn = " (it draws other random numbers)" if error > _ROUNDING and steps.draws else ""
@@ -207,27 +211,47 @@ def _plain_prints(steps: RealSteps) -> dict[str, Fingerprint] | None:
         return None
 
 
+def _differing(steps: RealSteps, fitted: dict[str, Fingerprint], plain: dict[str, Fingerprint]) -> list[str]:
+    """Names of gradients that differ, on any rank: all ranks run the same steps after it."""
+    return list(dict.fromkeys(chain(*steps.step.ranks.gathered(differing(fitted, plain)))))
+
+
 def _compare(
     steps: RealSteps, fitted: dict[str, Fingerprint], plain: dict[str, Fingerprint]
 ) -> tuple[tuple[Drift, ...], str]:
-    """Compares gradients bit by bit; returns those that differ as plain steps differ among themselves, and words."""
+    """Compares gradients bit by bit; returns those that differ, and words.
+
+    Some differ as plain steps differ among themselves. Others differ by rounding: where a tensor is read inside a
+    captured unit more than once, and outside of it as well, its gradients are added up inside the unit first.
+    """
     ranks = steps.step.ranks
-    names = list(dict.fromkeys(chain(*ranks.gathered(differing(fitted, plain)))))
+    names = _differing(steps, fitted, plain)
     if not names:
         return (), _in_words(())
     with steps.plainly():
         again = (steps.results(fingerprint) for _ in range(_MOST_PLAIN_STEPS))
         drifts = any(ranks.largest(bool(differing(plain, prints))) for prints in again)
         results = steps.results(on_host, names)
-        own = drift_between(results, steps.results(on_host, names)) if drifts else []
-    found = drift_between(results, steps.results(on_host, names))
+        own = steps.inspect(lambda again: drift_between(results, again), names) if drifts else []
+    found = steps.inspect(lambda planned: drift_between(results, planned), names)
     if not drifts and not found:
         found = [Drift(name, math.nan, math.nan) for name in names]  # they differ in some runs only
-    if wrong := too_far(found, own) if drifts else found:
+    adds_otherwise = not drifts and steps.profile.is_captured
+    if drifts:
+        wrong = too_far(found, own)
+    elif adds_otherwise:
+        wrong = beyond_rounding(found, results)
+    else:
+        wrong = found
+    if wrong:
         raise VerificationError(
             f"Under the plan the gradient of {list_drifts(wrong)} differs from the plain step's, and plain"
             " steps do not differ so among themselves. Run recoup.audit on the model: a unit does not repeat"
             " itself in its replay."
+        )
+    if adds_otherwise:
+        return tuple(found), (
+            f"captured units add in another order: relative error up to {_largest(found):.2g}"
         )
     # Equal in these runs, but not in the first ones.
     drifting = tuple(found) or tuple(Drift(name, 0.0, 1.0) for name in names)

@@ -10,7 +10,8 @@ from warnings import warn
 from torch import Tensor, nn
 
 from recoup.budgets import read_budget
-from recoup.engines import ModelPlan, apply
+from recoup.devices.meter import gc_of_new_objects
+from recoup.engines import ModelPlan, apply, remove
 from recoup.engines.by_size import plan_of_call
 from recoup.engines.eager import Earlier, planned_model
 from recoup.engines.verify import Verification, verify_step
@@ -27,7 +28,7 @@ from recoup.model.optimizers import Optimizers
 from recoup.model.replace_forward import uninstall_plan
 from recoup.model.several_samples import read_samples
 from recoup.model.step import TrainingStep
-from recoup.model.uncompile import compiled_code, inner_model, is_compiled, uncompile
+from recoup.model.uncompile import compiled_code, inner_model, is_compiled, is_uncompiled, uncompile
 from recoup.model.units import Units
 from recoup.model.wrappers import buckets_of, unsynchronized, unwrapped_model
 from recoup.plans.by_size.plans import PlansBySize
@@ -81,8 +82,9 @@ def fit(
             ``samples``.
         verify: run a real step under the plan and compare it with the prediction, the budget and the plain step.
         race: time the plan against others that fit, such as recomputing every unit, in turn on real steps; keep the
-            fastest, and correct the profile's seconds by what was measured. It goes with ``verify``, and is left out
-            where several processes train together, since all of them have to run the same plan.
+            fastest, and correct the profile's seconds by what was measured. It goes with ``verify``. Ranks that fit
+            together race together, and the slowest one's seconds count; a rank that fits alone beside others, and
+            several forwards in flight, are not raced.
         insist: let units be replayed that the audit finds unsafe.
         engine: ``"eager"``; ``"captured"``, where large units run as graphs of the same operations, so that the plan
             decides about each of them; ``"compiled"``, where torch's compiler generates code for these graphs;
@@ -101,8 +103,8 @@ def fit(
         SampleError: the model does not take the sample, or has nothing to train.
         LossError: the loss is no scalar.
         UnitError: there are no such units.
-        VerificationError: a gradient differs from the plain step's; for generated code, from those of the same code
-            with everything kept.
+        VerificationError: a gradient differs from the plain step's, with captured units by more than rounding; for
+            generated code, from those of the same code with everything kept.
 
     The model is as before if an exception leaves this function.
 
@@ -124,6 +126,8 @@ def fit(
                 uninstall_plan(model)
                 uncompile(model)
                 inner = inner_model(inner)
+            elif is_uncompiled(model):
+                remove(model)  # so that what it hides is refused as before: an eager plan would bring it back
             training, *others = [
                 TrainingStep(
                     inner, one, loss=loss, step=run, optimizer=optimizer, ranks=ranks, buckets=buckets
@@ -150,6 +154,7 @@ def fit(
                 in_flight=in_flight,
             )
             with (
+                gc_of_new_objects(),
                 unsynchronized([model, *training.reached.modules]),
                 ranks.together(communicates=training.waits_in_units),
             ):

@@ -36,13 +36,13 @@ from recoup.model.units import Units, parts_of, split_units
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.largest import largest_profile
 from recoup.plans.learning import Pricing, learn, learned_plan, priced
-from recoup.plans.model_plan import plan_with_less, tightest
+from recoup.plans.model_plan import tightest
 from recoup.plans.profile import Profile
 from recoup.plans.refusal import refusal
 from recoup.plans.rivals import plan_with_rivals
 from recoup.plans.tightest import session_of
 from recoup.plans.tree import leaves_of
-from recoup.plans.usable_bytes import smallest_budget
+from recoup.plans.usable_bytes import smallest_budget, usable_bytes
 from recoup.progress import note
 
 __all__ = ["Fitting"]
@@ -81,8 +81,9 @@ class Fitting:
         # Gradients that are views of buckets are there when a step begins.
         self.accumulates = accumulates or step.buckets.are_gradients
         self.holds_output, self.insist = holds_output, insist
-        # Processes that train together have to run the same plan, in the same number of steps.
-        self.races = races and num_processes() == 1 and in_flight == 1
+        # One of several processes that decides alone could run more steps than others, and wait for them in a step.
+        decides_for_all = self.ranks.size > 1 or num_processes() == 1
+        self.races = races and decides_for_all and in_flight == 1
         self.in_flight = in_flight
         self.engine, self.settings = "eager", settings
         self._budget_bytes = 0
@@ -233,15 +234,14 @@ class Fitting:
                 measurement, accumulates=self.accumulates, unsafe=unsafe, choose=choose
             ), audit
 
-    def _choose(self, measured: Measured) -> Choice | None:
-        """What a plan for the budget would use; ``None`` where that is too small."""
+    def _choose(self, measured: Measured) -> Choice:
+        """What a plan for the budget would use, or the tightest plan."""
         profile = measured.profile(self.holds_output is not False)
-        session = session_of(profile.problem, proves=False)
-        try:
-            chosen, _ = plan_with_less(profile, self._budget_bytes, session=session)
-        except BudgetError:
-            return None
-        return Choice(chosen.predicted_s, Counter(chosen.recipe(leaf) for leaf in leaves_of(chosen.items)))
+        most_bytes = usable_bytes(self._budget_bytes, profile)
+        found = session_of(profile.problem, proves=False).find(most_bytes) or profile.tightest
+        chosen = ModelPlan(profile, found, self._budget_bytes)
+        num_calls = Counter(chosen.recipe(leaf) for leaf in leaves_of(chosen.items))
+        return Choice(chosen.predicted_s, num_calls, found.predicted.peak_bytes <= most_bytes)
 
     def _profiles_of(self, measured: Measured, holds_output: bool) -> Iterator[Profile]:
         """For all ranks. Where units gather their parameters, first without segments of them, then with."""
@@ -277,9 +277,13 @@ class Fitting:
 
     def _plan(self, profile: Profile, budget_bytes: int) -> tuple[ModelPlan, list[Candidate]]:
         """The plan, and who races against it."""
-        if not self.races:
-            return self.ranks.from_first(lambda: plan(profile, budget_bytes)), []
-        chosen, rivals = plan_with_rivals(profile, budget_bytes)
+
+        def make() -> tuple[ModelPlan, list[tuple[str, ModelPlan]]]:
+            if self.races:
+                return plan_with_rivals(profile, budget_bytes)
+            return plan(profile, budget_bytes), []
+
+        chosen, rivals = self.ranks.from_first(make)
         return chosen, [Candidate(name, rival) for name, rival in rivals]
 
     def _verify(self, chosen: ModelPlan, rivals: list[Candidate]) -> tuple[ModelPlan, Verification] | None:
@@ -302,8 +306,14 @@ class Fitting:
         laps = sorted(ran.laps, key=lambda one: one[0].plan is not ran.winner)
         steps = [(candidate.plan.schedule.schedule, lap.seconds) for candidate, lap in laps]
         ended = [(schedule, seconds) for schedule, seconds in steps if seconds < math.inf]
-        pricing = self._pricing[profile.engine] = learn(profile, ended, plain_s)
-        return learned_plan(ran.winner, priced(profile, pricing))
+
+        def make() -> tuple[Pricing, ModelPlan]:
+            pricing = learn(profile, ended, plain_s)
+            return pricing, learned_plan(ran.winner, priced(profile, pricing))
+
+        # All ranks know the same seconds, but processors may differ in the last bit of a sum.
+        self._pricing[profile.engine], learned = self.ranks.from_first(make)
+        return learned
 
     def _try(self, chosen: ModelPlan, ran: Race | None = None) -> Verification | int:
         """The verification of a plan or, where a real step passes the budget, that step's peak in bytes."""

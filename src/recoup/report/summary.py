@@ -66,7 +66,7 @@ class Summary:
 
     @property
     def drifting(self) -> list[str]:
-        """Gradients that differ in plain steps too, with how far they are apart."""
+        """Gradients that are not bit-equal, with how far they are apart."""
         return [f"{drift.name} ({drift.distance})" for drift in self.seen.drifting] if self.seen else []
 
     @property

@@ -91,4 +91,6 @@ def _notes(subject: Subject, summary: Summary) -> Iterator[str]:
     for (what, why), names in reasons.items():
         yield f"  {what}: {some_of(names)} ({why})"
     if summary.drifting:
-        yield f"  not deterministic in plain steps either: {some_of(summary.drifting)}"
+        is_captured = subject.plan.profile.is_captured
+        what = "not bit-equal" if is_captured else "not deterministic in plain steps either"
+        yield f"  {what}: {some_of(summary.drifting)}"

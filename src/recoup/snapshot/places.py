@@ -8,7 +8,7 @@ and by the built-in class's own methods, since a subclass may refuse to be chang
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_not
 from types import CellType, MappingProxyType
 from typing import Any, NamedTuple
@@ -143,9 +143,13 @@ class Snapshot:
 
     def add(self, place: Any, name: str = "") -> None:
         """Notes what a place holds."""
-        self._names.append(name)
-        self._places.append(place)
-        self._then.append(look(place))
+        self.add_all([place], [name])
+
+    def add_all(self, places: Sequence[Any], names: Sequence[str]) -> None:
+        """Notes what several places hold."""
+        self._names += names
+        self._places += places
+        self._then += map(look, places)
 
     def add_hooks(self, tensors: Iterable[Tensor]) -> None:
         """Notes the hooks on the gradients of tensors."""
@@ -160,6 +164,8 @@ class Snapshot:
         """Makes every place hold what it held; one that fails does not keep the others from it."""
         errors = []
         for place, then in zip(self._places, self._then, strict=True):
+            if then is _NOTHING and not place:
+                continue
             try:
                 put(place, then)
             except Exception as error:

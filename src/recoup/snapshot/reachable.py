@@ -146,8 +146,7 @@ class Reached:
     def snapshot(self) -> Snapshot:
         """The Python state of all that was reached, as it is now."""
         snapshot = Snapshot()
-        for name, place in self._places:
-            snapshot.add(place, name)
+        snapshot.add_all([place for _, place in self._places], [name for name, _ in self._places])
         snapshot.add_hooks(self._with_hooks)
         return snapshot
 

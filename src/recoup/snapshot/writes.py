@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from recoup.snapshot.tensor_values import HeldStorage
-from recoup.tensors import each_tensor, storages
+from recoup.tensors import each_tensor, operand_storages, storages
 from recoup.torch_private import WatchingMode, allocations_seen
 
 __all__ = ["Writes"]
@@ -97,10 +97,11 @@ class _CopyOnWrite(WatchingMode):
             for tensor in _written(func, args, kwargs):
                 for storage in storages(tensor):
                     self._hold(storage)
-        given = {storage._cdata for tensor in each_tensor((args, kwargs)) for storage in storages(tensor)}
         result = func(*args, **kwargs)
-        for tensor in each_tensor(result):
-            self._fresh.update(storage for storage in storages(tensor) if storage._cdata not in given)
+        made = [storage for storage in operand_storages((result,)) if storage not in self._fresh]
+        if made:
+            given = {id(storage) for storage in operand_storages((*args, *kwargs.values()))}
+            self._fresh.update(storage for storage in made if id(storage) not in given)
         return result
 
     def see_fresh(self, tensor: Tensor) -> None:
