@@ -20,6 +20,7 @@ from transformers import (
 import recoup
 from recoup.auditing import Kind
 from recoup.errors import ReplayMismatchError
+from recoup.plans.by_hand import plan_by_hand, recomputable_units, recomputing
 from recoup.torch_private import WithoutDispatch
 
 FLIPS: list[bool] = []
@@ -203,6 +204,33 @@ def test_a_fitted_mixture_of_experts(name: str, share: float) -> None:
     kept = [finding.detail for finding in fitted.audit.findings if finding.what is Kind.DECISIONS]
     assert any(" of topk" in detail for detail in kept)
     assert fitted.audit.unsafe == {}
+
+
+def test_decisions_of_a_replayed_unit_count_once() -> None:
+    """Those of the unit's own code, wherever further modules inside it are replayed again."""
+    torch.manual_seed(0)
+    model, sample = MODELS["capacity"]()
+    profile = recoup.measure(model, sample)
+    for index, unit in enumerate(profile.units[:5]):
+        copies = [
+            value
+            for value in profile.problem.values
+            if value.name == "copies for a replay" and value.made is not None and value.made.unit == index
+        ]
+        for option, recipe in enumerate(unit.recipes):
+            held = [value.num_bytes for value in copies if value.read[0].holds_for(option)]
+            assert sum(held) == (2 if recipe.whole else 1) * 5600, recipe.name
+
+
+def test_a_budget_that_recomputing_every_layer_fits_is_not_refused() -> None:
+    torch.manual_seed(0)
+    model, sample = MODELS["capacity"]()
+    profile = recoup.measure(model, sample)
+    by_hand = plan_by_hand(profile, recomputing(profile, recomputable_units(profile)))
+    assert recoup.minimum_budget(profile) <= by_hand.predicted_bytes
+    fitted = recoup.fit(model, sample, budget=by_hand.predicted_bytes)
+    assert fitted.verification is not None
+    assert fitted.verification.peak_bytes == fitted.plan.predicted_bytes
 
 
 @pytest.mark.parametrize("policy", [recoup.policies.EveryN(2), recoup.policies.KeepNone()])

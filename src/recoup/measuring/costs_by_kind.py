@@ -85,7 +85,10 @@ class CostsByKind:
             for index, seen in enumerate(calls)
             if seen.name in self.unsafe or self._cannot_replay(seen.cost_key)
         )
-        copied_bytes = tuple(_copied_bytes(self.sizes[seen.cost_key]) for seen in calls)
+        copied_bytes = tuple(
+            {recipe: size.held_bytes for recipe, size in self.sizes[seen.cost_key].items() if recipe.whole}
+            for seen in calls
+        )
         return StepCosts(
             self.structure, options, self.code_s, self.residents, self.accumulates, once, copied_bytes
         )
@@ -117,8 +120,3 @@ def with_foreseen(found: CostsByKind) -> CostsByKind:
             sizes[kind] = {**sizes[kind], recipe: foresee_bytes(recipe.cut, sizes[kind][own])}
             timings[kind] = {**timings[kind], recipe: foresee_timing(recipe.cut, timings[kind][own])}
     return replace(found, sizes=sizes, timings=timings)
-
-
-def _copied_bytes(sizes: Mapping[Recipe, CallBytes]) -> int:
-    """What a replay of the whole unit leaves."""
-    return min((size.held_bytes for recipe, size in sizes.items() if recipe.whole), default=0)

@@ -7,11 +7,11 @@ from collections.abc import Collection
 from functools import cache
 
 from recoup.errors import ScheduleError
-from recoup.model.recipe import RECOMPUTE
 from recoup.planning import Bound, Plan, Schedule, simulate
 from recoup.planning.solvers.base import ALL_SCHEDULES
-from recoup.planning.solvers.baselines import BY_HAND, REPLAY, one_option_each
+from recoup.planning.solvers.baselines import BY_HAND, REPLAY
 from recoup.planning.solvers.bounds import relaxed_bound
+from recoup.plans import tightest
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.plans.usable_bytes import usable_bytes
@@ -28,17 +28,11 @@ def recomputable_units(profile: Profile) -> list[int]:
 
 def recomputing(profile: Profile, units: Collection[int]) -> Schedule:
     """Some units recomputed, each as a whole and by itself; the others kept."""
-    chosen = set(units)
-    choices = [_way(profile, index) if index in chosen else 0 for index in range(len(profile.units))]
-    return one_option_each(profile.problem, choices)
+    return tightest.recomputing(profile.problem, [unit.recipes for unit in profile.units], units)
 
 
 def _way(profile: Profile, index: int) -> int:
-    """How a unit is recomputed as a whole: under its option for that, or by a forward again; 0 if it cannot be."""
-    unit = profile.units[index]
-    if RECOMPUTE in unit.recipes:
-        return unit.recipes.index(RECOMPUTE)
-    return REPLAY if len(unit.recipes) > 1 and not profile.problem.units[index].runs_once else 0
+    return tightest.way_to_recompute(profile.problem.units[index], profile.units[index].recipes)
 
 
 def plan_by_hand(profile: Profile, schedule: Schedule, budget_bytes: int | None = None) -> ModelPlan:

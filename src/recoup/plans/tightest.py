@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from recoup.model.recipe import Recipe
-from recoup.planning import Plan, Problem, simulate
+from recoup.errors import ScheduleError
+from recoup.model.recipe import RECOMPUTE, Recipe
+from recoup.planning import Plan, Problem, Schedule, Unit, simulate
 from recoup.planning.plan import Session
+from recoup.planning.solvers.baselines import BY_HAND, REPLAY, one_option_each
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
 
-__all__ = ["session_of", "tightest_plan"]
+__all__ = ["recomputing", "session_of", "tightest_plan", "way_to_recompute"]
 
 _MANY_UNITS = 120
 """With more units `select` is asked too: `chain` rounds bytes more coarsely there. By `chain` alone, made-up steps took
@@ -40,8 +43,29 @@ def tightest_plan(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Pl
     """
     session = session_of(_with_steady_seconds(problem, recipes), proves=False)
     best = session.plan(session.smallest_bytes)
-    bound = relaxed_bound(problem, best.budget_bytes)
-    return replace(best, problem=problem, bound=bound, predicted=simulate(problem, best.schedule))
+    predicted = simulate(problem, best.schedule)
+    # Solvers calculate with rounded bytes, and may pass over it.
+    by_hand = recomputing(problem, recipes, range(problem.num_units))
+    with suppress(ScheduleError):
+        if (usual := simulate(problem, by_hand)).peak_bytes < predicted.peak_bytes:
+            best, predicted = replace(best, schedule=by_hand, solver=BY_HAND), usual
+    least_bytes = predicted.peak_bytes
+    bound = relaxed_bound(problem, least_bytes)
+    return replace(best, problem=problem, budget_bytes=least_bytes, bound=bound, predicted=predicted)
+
+
+def recomputing(problem: Problem, recipes: Sequence[tuple[Recipe, ...]], units: Collection[int]) -> Schedule:
+    """Some units recomputed, each as a whole and by itself; the others, and what cannot be recomputed, kept."""
+    chosen = set(units)
+    ways = [way_to_recompute(unit, own) for unit, own in zip(problem.units, recipes, strict=True)]
+    return one_option_each(problem, [way if index in chosen else 0 for index, way in enumerate(ways)])
+
+
+def way_to_recompute(unit: Unit, recipes: tuple[Recipe, ...]) -> int:
+    """How a unit is recomputed as a whole: under its option for that, or by a forward again; 0 if it cannot be."""
+    if RECOMPUTE in recipes:
+        return recipes.index(RECOMPUTE)
+    return REPLAY if len(recipes) > 1 and not unit.runs_once else 0
 
 
 def _with_steady_seconds(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recoup.measuring.stream.structure import Structure
@@ -40,8 +41,8 @@ class StepCosts:
         residents: what lives all the time.
         accumulates: whether gradients are there when a step begins.
         once: the calls that cannot be replayed, not even as part of a segment.
-        copied_bytes: for each call, what a replay of the whole of it leaves in copies of buffers; empty if not known.
-            Options that are not worth planning with do not say it.
+        copied_bytes: for each call, what it leaves in copies for a replay, under every recipe that replays the whole of
+            it and was measured: also under those that are not worth planning with.
         holds_output: whether the caller holds the model's output through the backward.
     """
 
@@ -50,8 +51,8 @@ class StepCosts:
     code_seconds: tuple[CodeSeconds, ...]
     residents: Residents
     accumulates: bool
-    once: frozenset[int] = frozenset()
-    copied_bytes: tuple[int, ...] = ()
+    once: frozenset[int]
+    copied_bytes: tuple[Mapping[Recipe, int], ...]
     holds_output: bool = True
 
     @property

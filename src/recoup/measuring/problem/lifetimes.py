@@ -23,10 +23,10 @@ NOTE [ Values between units ]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from recoup.measuring.problem.costs import RecipeCosts, StepCosts
+from recoup.measuring.problem.costs import StepCosts
 from recoup.measuring.problem.gradients import Gradients, PassedGradients
 from recoup.measuring.problem.positions import Position, positions_of
 from recoup.model.recipe import RECOMPUTE, Recipe
@@ -187,11 +187,8 @@ def _copies(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
     for index, position in enumerate(positions):
         if position.call is None or position.runs_once:
             continue
-        options = costs.options[position.call]
-        held = {option.recipe: option.bytes.held_bytes for option in options if option.recipe.whole}
-        if not held and costs.copied_bytes:
-            held = {RECOMPUTE: costs.copied_bytes[position.call]}
-        left = [_copied_bytes(option, held) for option in options]
+        held = costs.copied_bytes[position.call]
+        left = [_copied_bytes(option.recipe, held) for option in costs.options[position.call]]
         least_bytes = min(left)
         made = Use(Phase.FIRST, index, (SWEPT,))
         yield Lifetime("copies for a replay", least_bytes, made=made, read=(Use(Phase.SEGMENT, index),))
@@ -200,16 +197,17 @@ def _copies(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
             yield Lifetime("copies for a replay", size - least_bytes, made=made, read=read)
 
 
-def _copied_bytes(option: RecipeCosts, held: dict[Recipe, int]) -> int:
-    """What a sweep leaves of a unit that is replayed under an option.
+def _copied_bytes(recipe: Recipe, held: Mapping[Recipe, int]) -> int:
+    """What a sweep leaves of a unit that is replayed under a recipe.
 
     Modules inside it that are replayed again leave copies too, as does the whole unit where it is replayed again. Where
-    that was not measured, at most as much as the whole unit does.
+    that was not measured, at most as much as with further modules, or else as the whole unit does.
     """
-    recipe = option.recipe
-    whole = replace(recipe, whole=True)
-    if whole in held:
-        return held[whole] + (held.get(RECOMPUTE, held[whole]) if recipe.whole else 0)
+    known = [
+        size for whole, size in held.items() if whole.cut == recipe.cut and {*recipe.inner} <= {*whole.inner}
+    ]
+    if known:
+        return min(known) + (held.get(RECOMPUTE, min(known)) if recipe.whole else 0)
     return min(held.values(), default=0) * (2 if recipe.inner else 1)
 
 
