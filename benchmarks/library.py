@@ -9,9 +9,18 @@ from typing import Any
 import torch
 from made_up.parts import Subject
 
-__all__ = ["LIBRARY"]
+__all__ = ["LIBRARY", "switch_checkpointing"]
 
 WORDS = 300
+
+
+def switch_checkpointing(model: Any, is_on: bool) -> None:
+    """Switches a model's own checkpointing of every layer, which transformers has renamed in 5.23."""
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if is_on:
+        getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
+    else:
+        getattr(model, f"{kind}_checkpointing_disable")()
 
 
 def words(scale: int, batch: int = 4, length: int = 64) -> torch.Tensor:

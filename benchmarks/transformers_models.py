@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from library import switch_checkpointing
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -184,9 +185,8 @@ class Bench:
     def checkpoint(self, every: int | None) -> None:
         """Checkpoints every n-th layer by the model's own means; ``None``: no layer."""
         recoup.remove(self.model)
-        self.model.gradient_checkpointing_disable()
+        switch_checkpointing(self.model, every is not None)
         if every is not None:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for index, layer in enumerate(self.layers):
                 layer.gradient_checkpointing = index % every == 0
 

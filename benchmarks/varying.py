@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from library import switch_checkpointing
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,10 +88,10 @@ class Trainer:
 
 
 def by_hand_peak(trainer: Trainer, batch: dict[str, Tensor]) -> int:
-    trainer.model.gradient_checkpointing_enable()
+    switch_checkpointing(trainer.model, True)
     trainer.step(batch)
     peak = trainer.timed(batch)[1]
-    trainer.model.gradient_checkpointing_disable()
+    switch_checkpointing(trainer.model, False)
     return peak
 
 
@@ -137,12 +138,17 @@ def run(arguments: argparse.Namespace) -> list[str]:
     several_s = time.perf_counter() - start
     by_size = several.by_size
     assert by_size is not None
+
+    def checkpoint_layers() -> None:
+        recoup.remove(model)
+        switch_checkpointing(model, True)
+
     ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "plans by size": (lambda: recoup.apply(model, by_size), lambda: recoup.remove(model)),
         "one plan for the longest": (lambda: recoup.apply(model, one.plan), lambda: recoup.remove(model)),
         "gradient_checkpointing_enable": (
-            lambda: (recoup.remove(model), model.gradient_checkpointing_enable()),
-            model.gradient_checkpointing_disable,
+            checkpoint_layers,
+            lambda: switch_checkpointing(model, False),
         ),
     }
     lengths = draw_lengths(number, longest)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday.subjects import CHECKPOINTING
 from torch import Tensor, nn
 
 import recoup
@@ -127,8 +128,10 @@ def test_trainer_that_checkpoints(
         train(
             each,
             tmp_path,
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant},
+            **{
+                f"{CHECKPOINTING}_checkpointing": True,
+                f"{CHECKPOINTING}_checkpointing_kwargs": {"use_reentrant": use_reentrant},
+            },
         )
     (message,) = told(caught)
     assert message.startswith("Units of the plan run inside checkpoints of the model's own")

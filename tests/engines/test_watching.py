@@ -288,7 +288,7 @@ def test_checkpoints_around_units(use_reentrant: bool) -> None:
     expected = gradients(model)
     model.call = lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
     with pytest.warns(
-        RecoupWarning, match=r"inside checkpoints of the model's own.*gradient_checkpointing_disable\(\)"
+        RecoupWarning, match=r"inside checkpoints of the model's own.*activation_checkpointing_disable\(\)"
     ):
         step(model, x)
     assert all(map(torch.equal, gradients(model), expected))

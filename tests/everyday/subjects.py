@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -13,6 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from recoup.measuring import MemoryTracker
 
 VOCABULARY = 128
+CHECKPOINTING = "activation" if hasattr(GPT2LMHeadModel, "activation_checkpointing_enable") else "gradient"
+"""How transformers names checkpointing: ``gradient_checkpointing`` before 5.23."""
+PEFT_ASKS = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+"""Under that name, also where transformers has another."""
+
+
+def checkpoint_layers(model: Any) -> None:
+    """By the model's own means."""
+    getattr(model, f"{CHECKPOINTING}_checkpointing_enable")()
 
 
 def gpt2(num_layers: int = 3, **options: Any) -> GPT2LMHeadModel:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from everyday.subjects import (
+    PEFT_ASKS,
     assert_same,
     budget_for,
     gpt2,
@@ -25,7 +26,10 @@ from torch import nn
 import recoup
 from recoup.engines import is_applied
 
-pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to.*:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to.*:UserWarning"),
+    PEFT_ASKS,
+]
 
 
 def lora(model: nn.Module) -> Any:

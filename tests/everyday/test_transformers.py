@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from everyday.subjects import (
+    CHECKPOINTING,
     assert_same,
     budget_for,
+    checkpoint_layers,
     gpt2,
     llama,
     loss_of_tokens,
@@ -345,8 +347,8 @@ def test_a_plan_that_keeps_everything_switches_the_cache_off(make: Any) -> None:
 
 def test_gradient_checkpointing_before_fit_says_what_to_switch_off() -> None:
     model = gpt2()
-    model.gradient_checkpointing_enable()
-    with pytest.raises(recoup.errors.FitError, match=r"gradient_checkpointing_disable\(\)"):
+    checkpoint_layers(model)
+    with pytest.raises(recoup.errors.FitError, match=rf"{CHECKPOINTING}_checkpointing_disable\(\)"):
         recoup.fit(model, tokens(), budget="1GiB")
 
 
@@ -359,11 +361,11 @@ def test_gradient_checkpointing_after_fit_is_said_once() -> None:
         optimizer, batch = torch.optim.AdamW(model.parameters()), tokens()
         if is_fitted:
             fit_tokens(model, optimizer=optimizer)
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
         return train(model, optimizer, [batch] * 3, loss_of_tokens)
 
     expected = run(is_fitted=False)
-    with pytest.warns(RecoupWarning, match=r"gradient_checkpointing_disable\(\)") as caught:
+    with pytest.warns(RecoupWarning, match=r"activation_checkpointing_disable\(\)") as caught:
         assert run(is_fitted=True) == expected
     assert len(caught) == 1
 
@@ -372,8 +374,8 @@ def test_gradient_checkpointing_after_fit_is_said_once() -> None:
 def test_gradient_checkpointing_by_the_trainer_s_argument() -> None:
     model = gpt2()
     fit_tokens(model)
-    arguments = TrainingArguments(gradient_checkpointing=True, max_steps=2)
-    with pytest.warns(RecoupWarning, match=r"checkpoint.*gradient_checkpointing=False") as caught:
+    arguments = TrainingArguments(**{f"{CHECKPOINTING}_checkpointing": True}, max_steps=2)
+    with pytest.warns(RecoupWarning, match=r"checkpoint.*activation_checkpointing=False") as caught:
         Trainer(model=model, args=arguments, train_dataset=Texts()).train()
     assert len([one for one in caught if issubclass(one.category, RecoupWarning)]) == 1
 

@@ -302,7 +302,7 @@ def test_checkpoints_before_fit_are_refused_with_a_remedy_of_their_own() -> None
     model.checkpoints = True
     with pytest.raises(recoup.errors.FitError, match="checkpoint") as caught:
         recoup.fit(model, examples(), budget="1GiB", loss=nn.CrossEntropyLoss())
-    assert "gradient_checkpointing_disable" not in str(caught.value)
+    assert "checkpointing_disable" not in str(caught.value)
 
 
 def test_checkpoints_by_timm_s_method_are_named_by_it() -> None:

@@ -6,14 +6,16 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from everyday.subjects import assert_same, gpt2, peak_bytes, state_of
+from everyday.subjects import CHECKPOINTING, PEFT_ASKS, assert_same, gpt2, peak_bytes, state_of
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -34,6 +36,7 @@ from recoup.plans import ModelPlan
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
+    PEFT_ASKS,
 ]
 
 
@@ -112,9 +115,10 @@ class Squared(Trainer):
         return super().compute_loss(model, inputs, **given).square()
 
 
+CHECKPOINTED = {f"{CHECKPOINTING}_checkpointing": True}
 SITUATIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "checkpointing on": {"gradient_checkpointing": True},
+    "checkpointing on": CHECKPOINTED,
     "bf16, accumulation, smoothing": {
         "bf16": True,
         "gradient_accumulation_steps": 2,
@@ -155,12 +159,12 @@ def test_checkpointing_is_replaced_and_that_is_said(tmp_path: Path) -> None:
     logger.addHandler(listener)
     try:
         callback = RecoupCallback(budget_for(), race=False)
-        trainer = trainer_for(tmp_path, callback, gradient_checkpointing=True, max_steps=1)
+        trainer = trainer_for(tmp_path, callback, **CHECKPOINTED, max_steps=1)
         trainer.train()
     finally:
         logger.removeHandler(listener)
-    assert not trainer.model.is_gradient_checkpointing
-    assert any("gradient_checkpointing=True is replaced by recoup's plan" in line for line in said)
+    assert not any(layer.gradient_checkpointing for layer in trainer.model.transformer.h)
+    assert any("checkpointing) is replaced by recoup's plan" in line for line in said)
 
 
 def test_the_plan_and_its_report_are_where_the_trainer_logs(tmp_path: Path) -> None:
@@ -228,10 +232,22 @@ def test_the_batch_shrinks_until_a_plan_fits(tmp_path: Path) -> None:
 
 
 def test_a_refusal_leaves_checkpointing_on(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, RecoupCallback(1000), gradient_checkpointing=True, max_steps=1)
+    trainer = trainer_for(tmp_path, RecoupCallback(1000), **CHECKPOINTED, max_steps=1)
     with pytest.raises(BudgetError):
         trainer.train()
-    assert trainer.model.is_gradient_checkpointing
+    assert all(layer.gradient_checkpointing for layer in trainer.model.transformer.h)
+
+
+def test_a_refusal_leaves_it_on_where_it_was(tmp_path: Path) -> None:
+    """Such as in every second layer."""
+    trainer = trainer_for(tmp_path, RecoupCallback(1000), max_steps=1)
+    layers = trainer.model.transformer.h
+    layers[1].gradient_checkpointing = True
+    layers[1]._gradient_checkpointing_func = own = partial(checkpoint, use_reentrant=False)
+    with pytest.raises(BudgetError):
+        trainer.train()
+    assert [layer.gradient_checkpointing for layer in layers] == [False, True, False]
+    assert layers[1]._gradient_checkpointing_func is own
 
 
 def test_metrics_of_the_trainers_own_do_not_count_measured_steps(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class _UnitForward(_Planned):
         if self.training is not None and self.module.training != self.training:
             engine.watch.at_unit_in_other_mode(self.training)
             return self.original(*args, **kwargs)
-        if engine.watch.is_recomputed_by_others():
+        if engine.watch.is_recomputed_by_others(self.module):
             return self.original(*args, **kwargs)
         call = PlannedCall(self._unit(), self.module, self.original, engine, engine.gathering)
         if engine.depth or engine.watch.thread is None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from recoup.capture.run import is_capturing
 from recoup.errors import RecoupWarning
 from recoup.model.conditions import Conditions, autocast_of, input_shapes
-from recoup.model.tracing import is_recomputed_by_others
+from recoup.model.tracing import is_recomputed_by_others, recomputes_itself
 from recoup.tensors import contents, positional_names
 from recoup.torch_private import assume_constant_result, num_tensor_owners
 
@@ -182,9 +182,9 @@ class Watch:
 
     # Calls of units
 
-    def is_recomputed_by_others(self) -> bool:
+    def is_recomputed_by_others(self, unit: nn.Module) -> bool:
         """Whether a planned unit that is called with gradients is in a checkpoint of the model's own."""
-        found = is_recomputed_by_others()
+        found = is_recomputed_by_others() or recomputes_itself(unit)
         if found:
             self._warn("checkpoint", _CHECKPOINTED)
         return found
@@ -307,8 +307,8 @@ def _other_mode(training: bool) -> str:
 
 _CHECKPOINTED = (
     "Units of the plan run inside checkpoints of the model's own, where the plan is not in force: switch those off (for"
-    " models of transformers, model.gradient_checkpointing_disable(); for trainers, gradient_checkpointing=False), or"
-    " take the plan off with recoup.remove(model)."
+    " models of transformers, model.activation_checkpointing_disable(); for trainers, activation_checkpointing=False;"
+    " before transformers 5.23, gradient_checkpointing in both names), or take the plan off with recoup.remove(model)."
 )
 _OUTPUT_HELD = (
     "The plan counts on the model's output being let go before the backward, and the output is still held: write loss ="

@@ -50,7 +50,7 @@ _DATA = ("train_dataset", "eval_dataset")
 class RecoupCallback(FittingCallback, TrainerCallback):
     """Fits the trainer's model into a budget when training begins, in place: ``Trainer(callbacks=[RecoupCallback()])``.
 
-    Gradient checkpointing of the trainer's own is replaced by the plan. The plan and its report are written into the
+    Activation checkpointing of the trainer's own is replaced by the plan. The plan and its report are written into the
     output folder, and its figures to wherever the trainer logs. Arguments are those of `FittingCallback`.
     """
 
@@ -60,19 +60,21 @@ class RecoupCallback(FittingCallback, TrainerCallback):
         """Fits the model; everything that `recoup.fit` raises ends the training before it begins."""
         trainer = (self._trainer and self._trainer()) or _trainer_around()
         _remove_pilot(trainer)
-        checkpoints = getattr(trainer.model, "is_gradient_checkpointing", False)
-        if checkpoints:
-            trainer.model.gradient_checkpointing_disable()
+        # The layers' own flags: methods and arguments that set them have other names in other releases.
+        checkpointed = [
+            one for one in trainer.model.modules() if getattr(one, "gradient_checkpointing", False)
+        ]
+        _set_flags(checkpointed, False)
         try:
             self._fit(trainer, args, given["train_dataloader"])
         except BaseException:
-            if checkpoints:
-                trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            _set_flags(checkpointed, True)
             raise
         assert self.fitted is not None
-        if checkpoints:
+        if checkpointed:
             _logger.warning(
-                "gradient_checkpointing=True is replaced by recoup's plan, which decides what to recompute."
+                "The trainer's activation checkpointing (gradient checkpointing) is replaced by recoup's plan, which"
+                " decides what to recompute."
             )
         for line in headlines(self.fitted):
             _logger.info(line)
@@ -113,6 +115,11 @@ class RecoupCallback(FittingCallback, TrainerCallback):
         ):
             trainer.log = _drop  # what a step logs while it is measured
             self.fit_batches(model, step, samples, optimizer=trainer.optimizer, accumulates=num_steps > 1)
+
+
+def _set_flags(layers: list[Any], is_on: bool) -> None:
+    for layer in layers:
+        layer.gradient_checkpointing = is_on
 
 
 def _too_large(args: Any) -> AbstractContextManager[None]:

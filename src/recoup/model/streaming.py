@@ -27,7 +27,7 @@ from recoup.model.cut_graph import anchored
 from recoup.model.replace_forward import intercepted
 from recoup.model.slices import sliced, unit_names
 from recoup.model.step import TrainingStep
-from recoup.model.tracing import is_in_torch_checkpoint
+from recoup.model.tracing import is_in_torch_checkpoint, recomputes_itself
 from recoup.tensors import graph_nodes, needing_gradient
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
@@ -184,7 +184,7 @@ class _Stream:
                     self.accumulates = True
                     with torch.no_grad():
                         return fn(*args, **kwargs)
-                if is_in_torch_checkpoint():
+                if is_in_torch_checkpoint() or recomputes_itself(unit):
                     what = f"Unit {label!r} runs inside a checkpoint of the model's own."
                     raise _checkpointed_already(what, self.step.model)
                 return self._visit(label, unit, fn, args, kwargs)
@@ -287,6 +287,7 @@ _REENTRANT = "use_reentrant=True"
 
 def _checkpointed_already(what: str, model: nn.Module) -> UnitError:
     remedies = {
+        "activation_checkpointing_disable": "model.activation_checkpointing_disable()",
         "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
         "set_grad_checkpointing": "model.set_grad_checkpointing(False)",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recoup.checkpointing import is_replaying
@@ -14,7 +15,7 @@ from recoup.torch_private import (
     top_saved_tensor_hooks,
 )
 
-__all__ = ["is_in_torch_checkpoint", "is_recomputed_by_others", "is_traced"]
+__all__ = ["is_in_torch_checkpoint", "is_recomputed_by_others", "is_traced", "recomputes_itself"]
 
 _NO_TASK = -1
 
@@ -52,3 +53,14 @@ def is_in_torch_checkpoint() -> bool:
     """Whether this code runs inside torch's own checkpoint, at first."""
     hooks = top_saved_tensor_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def recomputes_itself(module: nn.Module) -> bool:
+    """Whether a layer of transformers puts a checkpoint around its own forward, as it does from 5.23 on.
+
+    Before, the checkpoint was around the call, and whatever stands in for the forward ran inside it.
+    """
+    # Switched on it is an attribute of the layer's own; models have one too, which says nothing about their forward.
+    is_on = module.__dict__.get("gradient_checkpointing", False)
+    bases = type(module).__mro__ if is_on and module.training else ()
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in bases)
