@@ -267,27 +267,11 @@ ALL = Functions(["all"])
 """Stands for everything: the call may decide anywhere."""
 
 
-class OfFunctions(TorchFunctionMode, ABC):
-    """Sees the functions of torch as the user's code calls them, but not while code is compiled.
+class OfFunctions(TorchFunctionMode):
+    """Sees the functions of torch as the user's code calls them.
 
     It belongs to one run of a call: a replay inside that call, later, does not stand in it.
     """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs a function."""
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        return self._run(func, args, kwargs or {})
-
-    @abstractmethod
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a function, outside of compilation."""
 
 
 class _WatchInside(OfFunctions):
@@ -297,12 +281,20 @@ class _WatchInside(OfFunctions):
         super().__init__()
         self._region, self._functions = region, functions
 
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a function, watched if it is one of those."""
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs a function, watched if it is one of those: others, the most by far, cost a look into a set."""
         if func not in self._functions:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         with _Watch(self._region):
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
 
 
 class Learning(OfFunctions):
@@ -312,10 +304,18 @@ class Learning(OfFunctions):
         super().__init__()
         self._region, self._found, self._num_seen = region, set[Any](), 0
 
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Runs a function, and looks whether the region has seen decisions meanwhile."""
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         before = self._region.num_decisions
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         if num_new := self._region.num_decisions - before:
             self._found.add(func)
             self._num_seen += num_new
