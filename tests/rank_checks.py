@@ -375,6 +375,71 @@ def sharded_before_planning(rank: int) -> None:
         assert_same(_train_counting(other, batch)[0], expected)
 
 
+def _gather_two_ahead(model: Net) -> Net:
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
+    model.set_modules_to_forward_prefetch(blocks[:2])
+    model.set_modules_to_backward_prefetch(blocks[:-3:-1])
+    return model
+
+
+def sharded_with_small_batches(rank: int) -> None:
+    """Parameters and gradients set the peak, to the byte: whatever is gathered ahead, stays, or has another dtype."""
+    stays, mixed = _SETTINGS[1], _SETTINGS[3]
+    for settings in ({}, stays, mixed, stays | mixed):
+        for prepare in (_gather_two_ahead, lambda model: model):
+            batch, model = batch_of(rank, size=2), prepare(_shard(make_model(), **settings))
+            fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of)
+            assert fitted.verification.gradients == "bit-equal"
+            assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes, settings
+            expected, num_gathers = _train_counting(prepare(_shard(make_model(), **settings)), batch)
+            found, number = _train_counting(recoup.apply(model, UniformSegments(2)), batch)
+            assert_same(found, expected)
+            assert number == num_gathers
+
+
+def sharded_and_accumulating(rank: int) -> None:
+    """Shares of the gradients are there from the start; gathered parameters get gradients of their own all the same."""
+    for settings in (_SETTINGS[0], _SETTINGS[3]):
+        for size in (2, 64):
+            batch, model = batch_of(rank, size), _shard(make_model(), **settings)
+            profile = recoup.measure(model, batch, loss=loss_of, accumulates=True)
+            for budget in (recoup.minimum_budget(profile), profile.plain_bytes):
+                budget = find_ranks().largest(budget)
+                fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, accumulates=True, race=False)
+                assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes, settings
+    # Without reductions they stay in full; the last micro-batch reduces them, whose buffers count, too.
+    model = _shard(make_model())
+    model.set_requires_gradient_sync(False)
+    fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates=True)
+    assert fitted.profile.residents.gradient_bytes == sum(p.nbytes for p in make_model().parameters())
+    assert fitted.verification.peak_bytes < fitted.plan.predicted_bytes
+
+
+def sharded_inside_units(rank: int) -> None:
+    """A unit's parameters are gathered in several groups: what is predicted is safe."""
+
+    def make() -> Net:
+        model, mesh = make_model(), init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block.up, mesh=mesh)
+            fully_shard(block.down, mesh=mesh)
+        return _shard(model, mesh)
+
+    batch, model = batch_of(rank), make()
+    budget = find_ranks().largest(between(recoup.measure(model, batch, loss=loss_of), 0.3))
+    fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, race=False)
+    assert not fitted.plan.keeps_everything
+    assert fitted.verification.gradients == "bit-equal"
+    assert fitted.verification.peak_bytes <= fitted.plan.predicted_bytes <= budget
+    expected, num_gathers = _train_counting(make(), batch)
+    found, number = _train_counting(model, batch)
+    assert_same(found, expected)
+    assert number == num_gathers
+
+
 def does_not_fit_the_device(rank: int) -> None:
     """A sharded model, in the middle of a backward on all ranks: it trains as before."""
     batch, model, record = batch_of(rank), _shard(make_model()), RealSteps._record

@@ -333,7 +333,9 @@ class Measurement:
         self, found: CostsByKind, recipes: Mapping[Kind, Sequence[Recipe]]
     ) -> list[CodeSeconds]:
         """Finds bytes and seconds of some kinds' recipes, for all ranks; returns those of the code between units."""
-        sizes = self._measure_bytes({kind: found.first[kind] for kind in recipes}, recipes, found.accumulates)
+        # Gathered parameters get gradients of their own, which are added to the shards' when they are reduced.
+        accumulates = found.accumulates and not self.step.shards
+        sizes = self._measure_bytes({kind: found.first[kind] for kind in recipes}, recipes, accumulates)
         _progress(4)
         for kind, own in sizes.items():
             # A recipe that did not fit at the call that is timed, but fits here, is timed here.

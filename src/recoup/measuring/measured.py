@@ -85,14 +85,18 @@ class Measured:
         return replace(costs.residents, gradient_bytes=gradient_bytes)
 
     def _problem(self, costs: StepCosts, in_segments: bool) -> Problem:
-        problem = encode(costs)
         if not self.groups:
-            return problem
+            return encode(costs)
         residents = self._residents(costs)
         resident_bytes = residents.total_bytes + costs.accumulates * residents.gradient_bytes
         positions = positions_of(costs)
         return with_shards(
-            problem, positions, self.groups, resident_bytes=resident_bytes, in_segments=in_segments
+            encode(replace(costs, accumulates=False)),  # gradients in full are there in none of the two cases
+            positions,
+            self.groups,
+            resident_bytes=resident_bytes,
+            accumulates=costs.accumulates,
+            in_segments=in_segments,
         )
 
     def _units(self, costs: StepCosts) -> tuple[ProfiledUnit, ...]:

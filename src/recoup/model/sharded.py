@@ -14,9 +14,9 @@ NOTE [ Sharded models, unit by unit ]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,12 +99,15 @@ class ShardGroup:
         buffer_bytes: of the buffer that they are gathered in.
         gradient_bytes: of their gradients before these are reduced.
         reduced_bytes: of the buffer in which these are reduced.
-        shard_bytes: of the rank's share of the gradients.
+        shard_bytes: of the rank's share of the gradients; of all of them, if they are not reduced.
+        sharing_bytes: of that share while it is made: beside itself in another dtype, if it is reduced in that.
         all_reduced_bytes: of the buffer in which replicas of that share are summed up, until the backward ends; 0 if it
             is the share itself, or there are no replicas.
-        copied_bytes: of shards that are copied to the device to be gathered.
+        copied_bytes: of shards that are copied to be gathered: to the device, or to another dtype.
         offloads: whether parameters, and the share of the gradients, live in host memory.
         stays: whether they stay gathered between forward and backward.
+        ahead_in_forward: numbers of the groups that are gathered ahead when the forward of this one begins.
+        ahead_in_backward: the same for its backward; ``None`` for the group that was gathered before it.
     """
 
     modules: tuple[nn.Module, ...]
@@ -114,10 +117,13 @@ class ShardGroup:
     gradient_bytes: int
     reduced_bytes: int
     shard_bytes: int
+    sharing_bytes: int
     stays: bool
     all_reduced_bytes: int = 0
     copied_bytes: int = 0
     offloads: bool = False
+    ahead_in_forward: tuple[int, ...] = ()
+    ahead_in_backward: tuple[int, ...] | None = None
 
     @property
     def gradient_shard_bytes(self) -> int:
@@ -202,12 +208,20 @@ class Shards:
 
         return run
 
+    def gather(self, unit: nn.Module) -> None:
+        """Gathers the parameters of what is inside a unit: each of its runs would do so, and be put back by halves."""
+        for group in self._inside(unit):
+            group.unshard()
+            group.wait_for_unshard()
+
     def free(self, unit: nn.Module) -> None:
         """Frees the gathered parameters of a unit, and of what is inside it."""
-        inside = set(unit.modules())
-        for group in self._groups:
-            if inside.issuperset(group.modules):
-                group._to_sharded()
+        for group in self._inside(unit):
+            group._to_sharded()
+
+    def _inside(self, unit: nn.Module) -> list[Any]:
+        inside = set(unit.modules()) if self._groups else set()
+        return [group for group in self._groups if inside.issuperset(group.modules)]
 
     def put_back(self) -> None:
         """Frees all gathered parameters and forgets a run that did not end."""
@@ -250,7 +264,20 @@ class Shards:
 
     def groups(self) -> list[ShardGroup]:
         """The groups, in the order in which they are gathered."""
-        return [_group(group) for group in self._groups]
+        numbers = {id(group): number for number, group in enumerate(self._groups)}
+
+        def ahead(states: Sequence[Any]) -> tuple[int, ...]:
+            return tuple(numbers[id(group)] for state in states for group in shard_groups(state))
+
+        return [
+            replace(
+                _group(group),
+                ahead_in_forward=ahead(state._states_to_forward_prefetch),
+                ahead_in_backward=ahead(state._states_to_backward_prefetch) or None,
+            )
+            for state in self._states
+            for group in shard_groups(state)
+        ]
 
     def _parameters(self) -> list[Any]:
         return [one for group in self._groups for one in group.fsdp_params]
@@ -261,18 +288,27 @@ def _group(group: Any) -> ShardGroup:
     # On a mesh of hosts there is nothing to offload to.
     offloads = group.device.type != "cpu" and any(one.offload_to_cpu for one in group.fsdp_params)
     has_replicas = group.mesh_info.replicate_mesh_dim is not None
-    gathered = gradients = reduced = shards = all_reduced = 0
+    gathered = gradients = reduced = shards = sharing = all_reduced = 0
     copies = []
     for one in group.fsdp_params:
         shard_size = one.padded_sharded_param_size.numel()
         computed = one.param_dtype or one.orig_dtype
         gathered += num_ranks * shard_size * computed.itemsize
-        copies.append(shard_size * one.orig_dtype.itemsize)
+        if offloads:
+            copies.append(shard_size * one.orig_dtype.itemsize)
+        elif one.param_dtype is not None:
+            copies.append(shard_size * computed.itemsize)
         if one.sharded_param.requires_grad:
             reduce_dtype = one.reduce_dtype or computed
             gradients += one._orig_size.numel() * computed.itemsize
             reduced += num_ranks * shard_size * reduce_dtype.itemsize
-            shards += shard_size * one.orig_dtype.itemsize
+            if group.reduce_grads:
+                shards += shard_size * one.orig_dtype.itemsize
+            else:
+                shards += one._orig_size.numel() * reduce_dtype.itemsize
+            sharing += shard_size * reduce_dtype.itemsize
+            if reduce_dtype != one.orig_dtype:
+                sharing += shard_size * one.orig_dtype.itemsize
             if has_replicas and (offloads or reduce_dtype != one.orig_dtype):
                 all_reduced += shard_size * reduce_dtype.itemsize
     # One rank alone copies one parameter after the other.
@@ -285,10 +321,11 @@ def _group(group: Any) -> ShardGroup:
         gradients,
         reduced,
         shards,
+        sharing,
         not group._reshard_after_forward,
         all_reduced,
-        copied if offloads else 0,
-        offloads,
+        copied,
+        offloads and group.reduce_grads,
     )
 
 

@@ -194,6 +194,7 @@ class _Stream:
     def _visit(self, label: str, unit: nn.Module, fn: Any, args: Any, kwargs: Any) -> Any:
         call = UnitCall(self.num_calls, label, unit, fn, args, kwargs)
         self.num_calls += 1
+        self.step.shards.gather(unit)
         self.visitor.enter(call)
         output = self.visitor.visit(call)
         torch.clear_autocast_cache()

@@ -53,7 +53,7 @@ class Use:
     """A phase of one unit, which makes or reads a value.
 
     Args:
-        phase: every forward, only the first one, all others, or the backward; or, of a unit that was swept over in a
+        phase: every forward, only the first one, only the second one, or the backward; or, of a unit that was swept over in a
             segment, the backward of that segment's first unit, with which the segment ends.
         unit: index of the unit.
         options: those under which it uses the value (`SWEPT`: a forward that keeps nothing); empty for all.
@@ -191,7 +191,7 @@ class _Runs:
         if use.phase is Phase.SEGMENT:
             return self._segment_ends(use)
         runs = self.backwards[use.unit] if use.phase is Phase.BACKWARD else self.forwards[use.unit]
-        runs = {Phase.FIRST: runs[:1], Phase.REPLAY: runs[1:]}.get(use.phase, runs)
+        runs = {Phase.FIRST: runs[:1], Phase.REPLAY: runs[1:2]}.get(use.phase, runs)
         return [index for index, option in runs if use.holds_for(option)]
 
     def _segment_ends(self, use: Use) -> list[int]:

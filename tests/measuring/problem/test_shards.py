@@ -44,8 +44,42 @@ def test_shards_in_host_memory(measured: Measured) -> None:
     units = offloaded.problem.units[:3]
     assert [unit.parameter_gradient_bytes for unit in kept.problem.units[:3]] == [num_bytes] * 3
     assert [unit.parameter_gradient_bytes for unit in units] == [0] * 3
-    # The batch is tiny: nothing in these units takes as much as the copy of a weight.
-    assert [unit.options[0].scratch.forward for unit in units] == [num_bytes + 4 * 64 * 64] * 3
+    # The batch is tiny: nothing in these units takes as much as the copy of a weight, which is there before it.
+    made_bytes = 2 * 4 * 2 * 64  # the linear layer's result, which is held, and the unit's own
+    assert [unit.options[0].scratch.forward for unit in units] == [num_bytes + 4 * 64 * 64 - made_bytes] * 3
+
+
+def test_what_is_there_when_gradients_are_reduced(measured: Measured) -> None:
+    """First the gradients and their buffer, then that and their share, but nothing that the unit held."""
+    num_bytes, held_bytes, gradient_bytes = 4 * (64 * 64 + 64), 2 * 4 * 2 * 64, 4 * 2 * 64
+
+    def scratch(**changes: int) -> int:
+        groups = [replace(group, **changes) for group in measured.groups]
+        return replace(measured, groups=groups).profile(True).problem.units[1].options[0].scratch.backward
+
+    # While it runs: parameters and gradients, and the buffer of the unit after it.
+    assert scratch() == 3 * num_bytes + gradient_bytes
+    assert scratch(gradient_bytes=3 * num_bytes) == 4 * num_bytes + gradient_bytes - held_bytes
+    assert scratch(sharing_bytes=3 * num_bytes) == 4 * num_bytes + gradient_bytes - held_bytes
+
+
+def test_groups_that_are_gathered_ahead(measured: Measured) -> None:
+    """Their buffers: of the group before by default, of others where the user says so."""
+    num_bytes = 4 * (64 * 64 + 64)
+
+    def scratch(**changes: Any) -> list[tuple[int, int]]:
+        groups = [replace(group, buffer_bytes=num_bytes, **changes) for group in measured.groups]
+        units = replace(measured, groups=groups).profile(True).problem.units[:3]
+        return [(unit.options[0].scratch.forward, unit.options[0].scratch.backward) for unit in units]
+
+    usual = scratch()
+    # The groups are numbered in the order in which they are gathered.
+    ahead = scratch(ahead_in_forward=(0, 1, 2), ahead_in_backward=(0, 1, 2))
+    num_more = [
+        [(one - two) // num_bytes for one, two in zip(*pair, strict=True)]
+        for pair in zip(ahead, usual, strict=True)
+    ]
+    assert num_more == [[2, 0], [1, 0], [0, 1]]
 
 
 def test_replicas_that_are_summed_up(measured: Measured) -> None:

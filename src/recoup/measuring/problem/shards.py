@@ -3,30 +3,37 @@
 NOTE [ Gathered parameters ]
     1. A group of parameters is gathered as a whole. One inside a unit is there while that unit runs; any other one,
        such as the root's, from the beginning of the step to its end.
-    2. A forward: the buffer in which a group was gathered lives until the next one is gathered.
-    3. A backward: a group's buffer is there when the backward of the group after it begins (prefetch). The buffer in
-       which gradients are reduced lives until the next group's gradients are reduced.
-    4. When a unit's backward ends, its gradients are copied into that buffer, beside the share that stays.
+    2. A forward begins with a gather: shards are copied, to the device or to another dtype, and gathered in a buffer.
+       Parameters are copied out of it beside the buffer of the gather before, which is freed then. The own
+       buffer lives until the next gather has ended.
+    3. A backward begins by copying parameters out of a buffer that was gathered ahead, during the backward of the group
+       after it. Then the group before it is gathered ahead, and so are, in forwards too, the groups that
+       the user has named. The buffer in which gradients are reduced lives until the next group's gradients are reduced.
+    4. When a unit's backward ends, all that it held is freed, and its parameters. Its gradients are copied into that
+       buffer and freed, and then its share is made, perhaps in two dtypes.
     5. A group that stays gathered between forward and backward is a value with this lifetime. One that does not is a
-       value from its replay in a segment to its backward: it is not gathered twice.
+       value from its first replay in a segment to its backward: it is not gathered twice.
     6. With replicas (hybrid sharding), the buffer in which their shares are summed up stays until the backward ends.
     7. Shards in host memory are copied to the device, gathered there, and the copies freed. The share of the gradients
        is made on the device, and does not stay there.
     8. Gradients of groups outside units stay in full until the backward ends, when they are reduced.
+       With ``set_requires_gradient_sync(False)`` all stay in full. The micro-batch that reduces them comes later: its
+       buffers are counted all the same.
     9. Solvers cannot tell which units a plan replays in a row, and would count all of them (``additive_numbers``):
        there is a problem without such segments, which is exact, and one with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
 from recoup.measuring.problem.positions import Position
 from recoup.model.sharded import ShardGroup
-from recoup.planning import Problem, Unit
+from recoup.planning import Option, Problem, Unit
 from recoup.planning.lifetimes import Lifetime, Phase, Use
 from recoup.tensors import num_bytes_of
 
@@ -44,7 +51,7 @@ class _Gathered:
     full: int = 0
     gradients: int = 0
     reduced: int = 0
-    shard: int = 0
+    sharing: int = 0
     left: int = 0
     copied: int = 0
     stays: bool = False
@@ -56,6 +63,7 @@ def with_shards(
     groups: Sequence[ShardGroup],
     *,
     resident_bytes: int,
+    accumulates: bool,
     in_segments: bool,
 ) -> Problem:
     """The problem of one rank, by NOTE [ Gathered parameters ].
@@ -65,78 +73,182 @@ def with_shards(
         positions: of the step.
         groups: of parameters.
         resident_bytes: that are there for the whole step: of parameters, this rank's shards.
+        accumulates: whether this rank's share of the gradients is there when a step begins.
         in_segments: whether units with parameters of their own may be replayed together.
     """
-    inside = [_inside(position, groups) for position in positions]
-    found = [_sum(own) for own in inside]
-    outer = _sum([group for group in groups if not any(group in own for own in inside)])
+    row = _Row(problem, [_inside(position, groups) for position in positions], groups, accumulates)
     units = [
-        _unit(unit, index, found, outer, runs_once=bool(inside[index]) and not in_segments)
+        row.unit(unit, index, runs_once=bool(row.inside[index]) and not in_segments)
         for index, unit in enumerate(problem.units)
     ]
-    values = [*problem.other_values, *_values(found, outer)]
+    values = [*problem.other_values, *row.values()]
     return Problem(units, resident_bytes=resident_bytes, links=problem.links, values=values)
 
 
-def _inside(position: Position, groups: Sequence[ShardGroup]) -> list[ShardGroup]:
+def _inside(position: Position, groups: Sequence[ShardGroup]) -> list[int]:
+    """Numbers of the groups whose parameters are all inside a position."""
     modules: set[nn.Module] = set(position.seen.module.modules()) if position.seen else set()
-    return [group for group in groups if modules.issuperset(group.modules)]
+    return [number for number, group in enumerate(groups) if modules.issuperset(group.modules)]
 
 
-def _sum(groups: Sequence[ShardGroup]) -> _Gathered:
+def _sum(groups: Iterable[ShardGroup]) -> _Gathered:
+    found = list(groups)
     return _Gathered(
-        sum(group.gathered_bytes for group in groups),
-        sum(group.buffer_bytes for group in groups),
-        sum(num_bytes_of(p) for group in groups for p in group.parameters if p.requires_grad),
-        sum(group.gradient_bytes for group in groups),
-        sum(group.reduced_bytes for group in groups),
-        sum(group.shard_bytes for group in groups),
-        sum(group.gradient_shard_bytes + group.all_reduced_bytes for group in groups),
-        sum(group.copied_bytes for group in groups),
-        all(group.stays for group in groups),
+        sum(group.gathered_bytes for group in found),
+        sum(group.buffer_bytes for group in found),
+        sum(num_bytes_of(p) for group in found for p in group.parameters if p.requires_grad),
+        sum(group.gradient_bytes for group in found),
+        sum(group.reduced_bytes for group in found),
+        sum(group.sharing_bytes for group in found),
+        sum(group.gradient_shard_bytes + group.all_reduced_bytes for group in found),
+        sum(group.copied_bytes for group in found),
+        all(group.stays for group in found),
     )
 
 
-def _values(found: Sequence[_Gathered], outer: _Gathered) -> list[Lifetime]:
-    values = [Lifetime(_NAME, outer.parameters, made=None, stays=True)] if outer.parameters else []
-    for index, own in enumerate(found):
-        if own.parameters:
-            made = Use(Phase.FIRST if own.stays else Phase.REPLAY, index)
-            read = (Use(Phase.BACKWARD, index),)
-            values.append(Lifetime(_NAME, own.parameters, made=made, read=read, in_scratch=True))
-    return values
+class _Row:
+    """The positions of a step with their groups.
 
+    Attributes:
+        inside: by position, the numbers of the groups inside it.
+    """
 
-def _unit(unit: Unit, index: int, found: Sequence[_Gathered], outer: _Gathered, *, runs_once: bool) -> Unit:
-    own = found[index]
-    is_tail = index == len(found) - 1
-    before = next((one for one in reversed(found[:index]) if one.parameters), _Gathered())
-    after = next((one for one in found[index + 1 :] if one.parameters), _Gathered())
-    # The buffer of the group that was gathered last; before the first, the outer ones.
-    buffer = own.buffer or (before if before.parameters else outer).buffer
-    forward_bytes = own.parameters + (0 if is_tail else buffer)
-    gathering_bytes = (max(own.parameters, before.buffer) if own.copied else 0) + own.buffer + own.copied
-    prefetched_bytes = 0 if before.stays else before.buffer
-    backward_bytes = own.parameters + prefetched_bytes + after.reduced
-    ending_bytes = own.gradients + own.reduced + own.shard + prefetched_bytes
-    prefetching_bytes = backward_bytes + max(own.copied, before.copied)
-    if index == 0:
-        ending_bytes = max(ending_bytes, outer.reduced + outer.shard + own.left)
-    options = [
-        replace(
-            option,
-            scratch=option.scratch._replace(
-                forward=max(option.scratch.forward + forward_bytes, gathering_bytes),
-                backward=max(option.scratch.backward + backward_bytes, prefetching_bytes, ending_bytes),
-            ),
+    def __init__(
+        self, problem: Problem, inside: Sequence[list[int]], groups: Sequence[ShardGroup], accumulates: bool
+    ) -> None:
+        if accumulates:
+            # What is there does not appear.
+            groups = [replace(group, shard_bytes=0) for group in groups]
+        self.inside, self._groups = inside, groups
+        self._found = [_sum(groups[number] for number in own) for own in inside]
+        self._place = {number: index for index, own in enumerate(inside) for number in own}
+        self._outer = _sum(group for number, group in enumerate(groups) if number not in self._place)
+        self._passing = [_Passing.of(problem, index) for index in range(problem.num_units)]
+
+    def values(self) -> list[Lifetime]:
+        """Parameters that are gathered for longer than one phase."""
+        values = (
+            [Lifetime(_NAME, self._outer.parameters, made=None, stays=True)] if self._outer.parameters else []
         )
-        for option in unit.options
-    ]
-    outer_bytes = unit.parameter_gradient_bytes - own.full
-    share = outer.gradients / outer.full if outer.full else 1.0
-    return replace(
-        unit,
-        options=tuple(options),
-        parameter_gradient_bytes=own.left + max(0, round(share * outer_bytes)),
-        runs_once=unit.runs_once or runs_once,
-    )
+        for index, own in enumerate(self._found):
+            if own.parameters:
+                made = Use(Phase.FIRST if own.stays else Phase.REPLAY, index)
+                read = (Use(Phase.BACKWARD, index),)
+                values.append(Lifetime(_NAME, own.parameters, made=made, read=read, in_scratch=True))
+        return values
+
+    def unit(self, unit: Unit, index: int, *, runs_once: bool) -> Unit:
+        """A unit with the bytes of its groups, and of those that are there while it runs."""
+        own, outer = self._found[index], self._outer
+        share = outer.gradients / outer.full if outer.full else 1.0
+        outer_bytes = max(0, round(share * (unit.parameter_gradient_bytes - own.full)))
+        options = [
+            replace(
+                option,
+                scratch=option.scratch._replace(
+                    forward=max(0, self._forward(index, option)),
+                    backward=max(0, self._backward(index, option, outer_bytes)),
+                ),
+            )
+            for option in unit.options
+        ]
+        return replace(
+            unit,
+            options=tuple(options),
+            parameter_gradient_bytes=own.left + outer_bytes,
+            runs_once=unit.runs_once or runs_once,
+        )
+
+    def _forward(self, index: int, option: Option) -> int:
+        own = self._found[index]
+        last_bytes = (self._before(index) or self._outer).buffer  # of the gather before
+        running_bytes = option.scratch.forward + own.parameters + self._ahead_in_forward(index, by=index)
+        if not own.parameters:
+            is_tail = index == len(self._found) - 1
+            return running_bytes + (0 if is_tail else last_bytes)
+        # One rank alone copies a parameter at a time, into what is gathered.
+        copying_bytes = own.copied + (last_bytes + own.buffer if own.buffer else own.parameters)
+        gathering_bytes = max(copying_bytes, own.parameters + own.buffer + last_bytes)
+        gathering_bytes += self._ahead_in_forward(index, by=index - 1)
+        # Nothing is made yet that the unit's forward makes.
+        return max(
+            running_bytes + own.buffer, gathering_bytes - option.held_bytes - self._passing[index].made
+        )
+
+    def _backward(self, index: int, option: Option, outer_bytes: int) -> int:
+        own, outer, passing = self._found[index], self._outer, self._passing[index]
+        reduced_bytes = next((one.reduced for one in self._found[index + 1 :] if one.parameters), 0)
+        ahead_bytes, copied_bytes = self._ahead_in_backward(index)
+        running_bytes = own.parameters + ahead_bytes + reduced_bytes
+        gathered_bytes = passing.output_gradients + running_bytes + copied_bytes
+        if own.parameters and not own.stays:
+            later_bytes, _ = self._ahead_in_backward(index + 1)  # the own buffer among them
+            copying_bytes = own.parameters + max(later_bytes, own.copied) + reduced_bytes
+            gathered_bytes = max(gathered_bytes, passing.output_gradients + copying_bytes)
+        ending_bytes = own.reduced + max(own.gradients, own.sharing) + ahead_bytes
+        if index == 0:
+            reducing_bytes = outer.reduced + max(0, outer.sharing - outer.gradients) - outer.parameters
+            ending_bytes = max(ending_bytes, reducing_bytes + own.left + outer_bytes)
+        # What the unit held is freed by then.
+        ending_bytes += passing.input_gradients - option.held_bytes - passing.read
+        return max(option.scratch.backward + running_bytes, gathered_bytes, ending_bytes)
+
+    def _before(self, index: int) -> _Gathered | None:
+        return next((one for one in reversed(self._found[: max(index, 0)]) if one.parameters), None)
+
+    def _ahead_in_forward(self, index: int, *, by: int) -> int:
+        """Bytes of what is gathered for positions after one, by positions up to another."""
+        sources = [group for number, group in enumerate(self._groups) if self._place.get(number, -1) <= by]
+        targets = {number for group in sources for number in group.ahead_in_forward}
+        return sum(self._groups[one].buffer_bytes for one in targets if self._place.get(one, -1) > index)
+
+    def _ahead_in_backward(self, index: int) -> tuple[int, int]:
+        """Bytes of what is gathered for earlier positions while a position's backward runs; of copies for that."""
+        end = len(self._found)
+        targets: set[int] = set()
+        for number, group in enumerate(self._groups):
+            place = self._place.get(number, end)
+            if place >= index and group.ahead_in_backward is not None:
+                targets.update(group.ahead_in_backward)
+            elif place >= index:
+                earlier = (own for own in reversed(self.inside[:place]) if own)
+                targets.update(next(earlier, []))
+        found = [
+            self._groups[one]
+            for one in targets
+            if self._place.get(one, end) < index and not self._groups[one].stays
+        ]
+        return sum(group.buffer_bytes for group in found), max(
+            (group.copied_bytes for group in found), default=0
+        )
+
+
+class _Passing(NamedTuple):
+    """Bytes of the values that a unit makes and reads.
+
+    Attributes:
+        made: by its forward.
+        read: by its backward alone, which frees them on its way.
+        input_gradients: made by its backward.
+        output_gradients: read by its backward.
+    """
+
+    made: int
+    read: int
+    input_gradients: int
+    output_gradients: int
+
+    @classmethod
+    def of(cls, problem: Problem, unit: int) -> _Passing:
+        """Those of a problem's unit."""
+        made = read = input_gradients = output_gradients = 0
+        for value in problem.other_values:
+            makes = value.made is not None and value.made.unit == unit
+            readers = {use.unit for use in value.read if use.phase is Phase.BACKWARD}
+            if value.made is not None and value.made.phase is Phase.BACKWARD:
+                input_gradients += value.num_bytes if makes else 0
+                output_gradients += value.num_bytes if unit in readers else 0
+            else:
+                made += value.num_bytes if makes and not value.in_scratch else 0
+                read += value.num_bytes if readers == {unit} and not value.stays else 0
+        return cls(made, read, input_gradients, output_gradients)
