@@ -460,6 +460,8 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_training_state": "put back after such a run",
         "_register_pre_backward_hook": "off while units run one at a time",
         "_modules_to_run_forward": "cleared after a run that did not end",
+        "_states_to_forward_prefetch": "what the user has gathered ahead",
+        "_states_to_backward_prefetch": "the same",
     },
     "FSDPParamGroup": {
         "_register_post_backward_hook": "off while units run one at a time",

@@ -53,7 +53,7 @@ class Use:
     """A phase of one unit, which makes or reads a value.
 
     Args:
-        phase: every forward, only the first one, only the second one, or the backward; or, of a unit that was swept over in a
+        phase: every forward, only the first or the second one, or the backward; or, of a unit that was swept over in a
             segment, the backward of that segment's first unit, with which the segment ends.
         unit: index of the unit.
         options: those under which it uses the value (`SWEPT`: a forward that keeps nothing); empty for all.
