@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ SEEN: list[list[int]] = []
 
 @pytest.fixture(autouse=True)
 def sites(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deciding, "_sites", ByIdentity(deciding.DecidingSite))
+    for name, num_first in (("_modules", 1), ("_others", 8)):
+        monkeypatch.setattr(deciding, name, ByIdentity(partial(deciding.DecidingSite, num_first)))
     SEEN.clear()
 
 
@@ -342,9 +344,10 @@ def _largest(x: Tensor) -> Tensor:
     return x.topk(2)[0]
 
 
-def test_a_function_that_begins_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_begins_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(4, 4)
-    assert watched_in(monkeypatch, layer, 15) == [ALL] * 8 + [None] * 7
+    found = watched_in(monkeypatch, layer, 15)
+    assert found == [ALL if number in (1, 2, 4, 8) else None for number in range(1, 16)]
     layer.forward = lambda x: layer.weight.sum() * x.topk(2)[0].exp()  # type: ignore[method-assign]
     assert watched_in(monkeypatch, layer, 3) == [
         ALL,
