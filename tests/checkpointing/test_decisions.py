@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,8 +25,7 @@ SEEN: list[list[int]] = []
 
 @pytest.fixture(autouse=True)
 def sites(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, num_first in (("_modules", 1), ("_others", 8)):
-        monkeypatch.setattr(deciding, name, ByIdentity(partial(deciding.DecidingSite, num_first)))
+    monkeypatch.setattr(deciding, "_sites", ByIdentity(deciding.DecidingSite))
     SEEN.clear()
 
 
@@ -344,10 +343,9 @@ def _largest(x: Tensor) -> Tensor:
     return x.topk(2)[0]
 
 
-def test_a_module_that_begins_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_begins_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(4, 4)
-    found = watched_in(monkeypatch, layer, 15)
-    assert found == [ALL if number in (1, 2, 4, 8) else None for number in range(1, 16)]
+    assert watched_in(monkeypatch, layer, 15) == [ALL] * 8 + [None] * 7
     layer.forward = lambda x: layer.weight.sum() * x.topk(2)[0].exp()  # type: ignore[method-assign]
     assert watched_in(monkeypatch, layer, 3) == [
         ALL,
@@ -472,6 +470,37 @@ def test_sites_of_which_only_every_third_call_decides_are_found() -> None:
         output = checkpoint(run, number, torch.randn(3, 4, requires_grad=True))
         kept += "topk" in recoup.describe(output)
     assert kept == 4
+
+
+def test_a_module_that_runs_one_layer_after_the_other() -> None:
+    """All calls have one site: the module that the function captures. Every third one decides, and ties flip."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in range(3):
+                x = checkpoint(self.run, number, x)
+            return x
+
+        def run(self, number: int, x: Tensor) -> Tensor:
+            y = self.layers[number](x)
+            if number < 2:
+                return y.tanh()
+            chosen = (
+                (torch.zeros(3, 4) + torch.arange(4) * (-1 if recoup.is_replaying() else 1)).exp().argmax(-1)
+            )
+            return y.tanh() * (chosen[:, None] + 1.0)
+
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(3, 4)
+    with patch.object(recoup, "is_replaying", lambda: False):
+        expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for _ in range(6):
+        found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        assert all(map(torch.equal, found, expected))
 
 
 def test_decisions_of_a_cache_that_the_forward_fills_are_passed_over() -> None:

@@ -171,24 +171,6 @@ def test_a_function_with_nothing_else_is_not_watched() -> None:
     assert seen == [1, 0] * 8 + [0, 0] * 2  # the first eight calls are looked at
 
 
-def test_a_module_is_watched_when_its_replays_are_compared() -> None:
-    from recoup.torch_private import num_dispatch_modes
-
-    seen: list[int] = []
-
-    class Layer(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(num_dispatch_modes())
-            return x.exp()
-
-    layer = Layer()
-    for _ in range(17):
-        checkpoint(layer, make()).sum().backward()
-    forwards = seen[::2]
-    assert [number for number, num_modes in enumerate(forwards, 1) if num_modes] == [1, 2, 4, 8, 16]
-    assert not any(seen[1::2])
-
-
 def test_a_replay_that_keeps_otherwise() -> None:
     def fn(x: Tensor) -> Tensor:
         return (x * keep(drawn()[:1] if recoup.is_replaying() else drawn())).exp()

@@ -163,7 +163,7 @@ def test_checkpointing_is_replaced_and_that_is_said(tmp_path: Path) -> None:
         trainer.train()
     finally:
         logger.removeHandler(listener)
-    assert not any(layer.gradient_checkpointing for layer in trainer.model.transformer.h)
+    assert not checkpointed_modules(trainer.model)
     assert any("checkpointing) is replaced by recoup's plan" in line for line in said)
 
 
@@ -235,7 +235,28 @@ def test_a_refusal_leaves_checkpointing_on(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, RecoupCallback(1000), **CHECKPOINTED, max_steps=1)
     with pytest.raises(BudgetError):
         trainer.train()
-    assert all(layer.gradient_checkpointing for layer in trainer.model.transformer.h)
+    assert checkpointed_modules(trainer.model)
+
+
+def test_adapters_of_transformers_own_need_no_gradients_of_inputs(tmp_path: Path) -> None:
+    """Checkpointing asks for them, which would save all that is before the first adapter."""
+
+    def make() -> Any:
+        model = gpt2(num_layers=6)
+        model.add_adapter(LoraConfig(target_modules=["c_attn"], layers_to_transform=[5], fan_in_fan_out=True))
+        return model
+
+    plain_bytes = []
+    for arguments in ({}, CHECKPOINTED):
+        callback = RecoupCallback("1GiB", race=False)
+        trainer_for(tmp_path, callback, make=make, max_steps=1, **arguments).train()
+        assert callback.fitted is not None
+        plain_bytes.append(callback.fitted.profile.plain_bytes)
+    assert plain_bytes[0] == plain_bytes[1]
+
+
+def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
 
 def test_a_refusal_leaves_it_on_where_it_was(tmp_path: Path) -> None:

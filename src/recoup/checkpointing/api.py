@@ -39,9 +39,8 @@ class Checkpoint:
             tensors), ``"values"`` (their content too, by a hash), ``"sampled"`` (metadata always, content on the
             1st, 2nd, 4th, 8th, … call of a module or function), or ``"none"``.
         keep_decisions: integers, booleans and numbers that depend on floating-point values (top-k indices,
-            comparisons) are kept, and the replay is given them. Every operation takes a few microseconds longer on
-            the 1st, 2nd, 4th, 8th, … call of a module (of a function on the first eight, the 16th, 32nd, …), and about
-            two on all others where the module or function was found to decide.
+            comparisons) are kept, and the replay is given them. Every operation of a module or function takes a few
+            microseconds longer on its first eight calls, the 16th, 32nd, …, and about two where it was found to decide.
 
     >>> import torch
     >>> x = torch.tensor([2.0, 3.0], requires_grad=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
-
-from torch import nn
 
 from recoup.checkpointing.by_identity import ByIdentity
 from recoup.checkpointing.decisions import ALL, Functions
@@ -15,29 +12,27 @@ from recoup.checkpointing.sampling import is_sampling_as_usual
 __all__ = ["DecidingSite", "deciding_site"]
 
 _NUM_FIRST = 8
-"""Calls of a function that are watched at first: a step may call it for several layers, of which only some decide."""
 
 
 class DecidingSite:
     """Where calls come from, and by which functions these make decisions.
 
-    Args:
-        num_first: how many calls are watched before that becomes rare.
-
     Attributes:
         has_decided: whether any call has made a decision.
     """
 
-    __slots__ = ("_functions", "_gap", "_is_known", "_num_first", "_num_left", "has_decided")
+    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "_num_watched", "has_decided")
 
-    def __init__(self, num_first: int) -> None:
+    def __init__(self) -> None:
         self._is_known = self.has_decided = False
         self._functions: Functions | None = None
-        self._num_first, self._num_left, self._gap = num_first, 0, num_first
+        self._num_watched, self._num_left, self._gap = 0, 0, _NUM_FIRST
         """Calls until the next one that is watched, and from that to the one after it."""
 
     def watched(self) -> Functions | None:
-        """What is watched in the next call: all in the first ones, the 16th, 32nd, …, else what has decided.
+        """What is watched in the next call: all in the first eight, the 16th, 32nd, …, else what has decided.
+
+        Eight, since a step may call one site for several layers, of which only some decide.
 
         Of calls in replays and in measurements, all is watched in the first only.
         """
@@ -46,8 +41,8 @@ class DecidingSite:
             return self._functions
         if depth() or not is_sampling_as_usual():
             return self._functions if self._is_known else ALL
-        self._num_first -= 1
-        if self._num_first <= 0:
+        self._num_watched += 1
+        if self._num_watched >= _NUM_FIRST:
             self._num_left, self._gap = self._gap - 1, 2 * self._gap
         return ALL
 
@@ -66,11 +61,9 @@ class DecidingSite:
             self._functions = Functions(deciding | self._functions)
 
 
-# A module's calls are watched when they are compared, too: the 1st, 2nd, 4th, 8th, …
-_modules = ByIdentity(partial(DecidingSite, 1))
-_others = ByIdentity(partial(DecidingSite, _NUM_FIRST))
+_sites = ByIdentity(DecidingSite)
 
 
 def deciding_site(site: Any) -> DecidingSite:
     """What is known of a call site."""
-    return (_modules if isinstance(site, nn.Module) else _others).of(site)
+    return _sites.of(site)

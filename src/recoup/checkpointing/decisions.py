@@ -10,10 +10,10 @@ NOTE [ Decisions are kept, values are recomputed ]
 2. Operations that select return values beside the indices. Their replay takes the values at the kept
    indices, from its own input: they are those of the forward if the inputs are, and gradients go where the forward's
    choice was.
-3. Decisions are recognised by a dispatch mode, which costs microseconds for each operation. It is on for the
-   first calls of a call site, then ever more rarely (a module's 1st, 2nd, 4th, …), and finds out which of torch's
-   functions, as the code calls them, decide there. In all other calls it is on inside these functions only, which a
-   function mode tells at less than half of the cost (benchmarks/host_costs.py).
+3. Decisions are recognised by a dispatch mode, which costs microseconds for each operation. It is on for the first
+   eight calls of a call site, the 16th, 32nd, …, and finds out which of torch's functions, as the code calls them,
+   decide there. In all other calls it is on inside these functions only, which a function mode tells at less than half
+   of the cost (benchmarks/host_costs.py).
 4. What is kept is numbered. The replay must decide in the same order, by the same operations on the same shapes; it may
    leave some out, which a cache has by now. Of those with the same operation and shapes it must make all or none: if it
    makes some, nothing tells which, and that is an error. Decisions behind the tensor that a replay stops at do not

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -108,9 +109,12 @@ def digest_of_saved(tensor: Tensor) -> Digest:
 
 
 def _of_host(tensor: Tensor) -> bytes:
-    """Through NumPy, which allocates nothing that counts as a tensor."""
+    """Through NumPy, which allocates nothing that counts as a tensor.
+
+    Not by `Tensor.numpy`: the storage could not be resized any more, as FSDP2 does to free gathered parameters.
+    """
     found = hashlib.blake2b(digest_size=16)
-    array = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+    array = np.from_dlpack(tensor.view(_INTEGERS[tensor.element_size()]))
     if array.flags.c_contiguous:
         found.update(array.data)
     else:

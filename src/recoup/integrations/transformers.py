@@ -64,11 +64,11 @@ class RecoupCallback(FittingCallback, TrainerCallback):
         checkpointed = [
             one for one in trainer.model.modules() if getattr(one, "gradient_checkpointing", False)
         ]
-        _set_flags(checkpointed, False)
+        _switch_checkpointing(trainer.model, checkpointed, False)
         try:
             self._fit(trainer, args, given["train_dataloader"])
         except BaseException:
-            _set_flags(checkpointed, True)
+            _switch_checkpointing(trainer.model, checkpointed, True)
             raise
         assert self.fitted is not None
         if checkpointed:
@@ -117,9 +117,12 @@ class RecoupCallback(FittingCallback, TrainerCallback):
             self.fit_batches(model, step, samples, optimizer=trainer.optimizer, accumulates=num_steps > 1)
 
 
-def _set_flags(layers: list[Any], is_on: bool) -> None:
+def _switch_checkpointing(model: Any, layers: list[Any], is_on: bool) -> None:
     for layer in layers:
         layer.gradient_checkpointing = is_on
+    if layers and getattr(model, "_hf_peft_config_loaded", False):
+        # Checkpoints of torch's own need inputs with gradients, which would then flow through all frozen layers.
+        (model.enable_input_require_grads if is_on else model.disable_input_require_grads)()
 
 
 def _too_large(args: Any) -> AbstractContextManager[None]:
