@@ -385,9 +385,32 @@ def _gather_two_ahead(model: Net) -> Net:
     return model
 
 
+def _make_frozen() -> Net:
+    """But for norms and the last layer: what is gathered sets the peak already in the forward."""
+    model = make_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "last" in name)
+    return model
+
+
+def _shard_children(model: Net) -> Net:
+    """So that the root has no parameters of its own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model.first, model.last):
+        fully_shard(layer, mesh=mesh)
+    return _gather_two_ahead(_shard(model, mesh))
+
+
 def sharded_with_small_batches(rank: int) -> None:
     """Parameters and gradients set the peak, to the byte: whatever is gathered ahead, stays, or has another dtype."""
     stays, mixed = _SETTINGS[1], _SETTINGS[3]
+    for model in (
+        _shard_children(make_model()),
+        _shard_children(_make_frozen()),
+        _shard(_make_frozen(), **mixed),
+    ):
+        fitted = recoup.fit(model, batch_of(rank, size=2), budget="1GiB", loss=loss_of)
+        assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
     for settings in ({}, stays, mixed, stays | mixed):
         for prepare in (_gather_two_ahead, lambda model: model):
             batch, model = batch_of(rank, size=2), prepare(_shard(make_model(), **settings))
@@ -419,15 +442,19 @@ def sharded_and_accumulating(rank: int) -> None:
 
 
 def sharded_inside_units(rank: int) -> None:
-    """A unit's parameters are gathered in several groups: what is predicted is safe."""
+    """A unit's parameters are gathered in several groups, of which some may stay: what is predicted is safe."""
 
-    def make() -> Net:
+    def make(**settings: Any) -> Net:
         model, mesh = make_model(), init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.blocks:
-            fully_shard(block.up, mesh=mesh)
-            fully_shard(block.down, mesh=mesh)
+            fully_shard(block.up, mesh=mesh, **settings)
+            fully_shard(block.down, mesh=mesh, **settings)
         return _shard(model, mesh)
 
+    fitted = recoup.fit(
+        make(reshard_after_forward=False), batch_of(rank, size=2), budget="1GiB", loss=loss_of, race=False
+    )
+    assert fitted.verification.peak_bytes <= fitted.plan.predicted_bytes
     batch, model = batch_of(rank), make()
     budget = find_ranks().largest(between(recoup.measure(model, batch, loss=loss_of), 0.3))
     fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, race=False)
@@ -470,6 +497,10 @@ def sharded_over_replicas(rank: int) -> None:
         assert fitted.verification.gradients == "bit-equal"
         assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
         assert_same(_train(model, batch), expected)
+        fitted = recoup.fit(
+            _shard(make_model(), mesh, mp_policy=policy), batch, budget="1GiB", loss=loss_of, accumulates=True
+        )
+        assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
 
 
 def a_sharded_step_of_the_users(rank: int) -> None:

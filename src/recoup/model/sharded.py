@@ -101,8 +101,9 @@ class ShardGroup:
         reduced_bytes: of the buffer in which these are reduced.
         shard_bytes: of the rank's share of the gradients; of all of them, if they are not reduced.
         sharing_bytes: of that share while it is made: beside itself in another dtype, if it is reduced in that.
-        all_reduced_bytes: of the buffer in which replicas of that share are summed up, until the backward ends; 0 if it
-            is the share itself, or there are no replicas.
+        all_reduced_bytes: of the buffer in which replicas of that share are summed up, until the backward ends; 0 if
+            there are no replicas.
+        becomes_share: whether that buffer becomes the share, where there are no gradients yet.
         copied_bytes: of shards that are copied to be gathered: to the device, or to another dtype.
         offloads: whether parameters, and the share of the gradients, live in host memory.
         stays: whether they stay gathered between forward and backward.
@@ -111,16 +112,17 @@ class ShardGroup:
     """
 
     modules: tuple[nn.Module, ...]
-    parameters: tuple[Tensor, ...]
-    gathered_bytes: int
-    buffer_bytes: int
-    gradient_bytes: int
-    reduced_bytes: int
-    shard_bytes: int
-    sharing_bytes: int
-    stays: bool
+    parameters: tuple[Tensor, ...] = ()
+    gathered_bytes: int = 0
+    buffer_bytes: int = 0
+    gradient_bytes: int = 0
+    reduced_bytes: int = 0
+    shard_bytes: int = 0
+    sharing_bytes: int = 0
+    stays: bool = False
     all_reduced_bytes: int = 0
     copied_bytes: int = 0
+    becomes_share: bool = False
     offloads: bool = False
     ahead_in_forward: tuple[int, ...] = ()
     ahead_in_backward: tuple[int, ...] | None = None
@@ -130,22 +132,30 @@ class ShardGroup:
         """Of the rank's share of the gradients on the device."""
         return 0 if self.offloads else self.shard_bytes
 
+    def left_bytes(self, *, accumulates: bool) -> int:
+        """What its backward leaves on the device; less of it where a share was there before."""
+        if accumulates:
+            return self.all_reduced_bytes
+        return self.gradient_shard_bytes + (0 if self.becomes_share else self.all_reduced_bytes)
+
 
 class Shards:
     """The sharding of a model; nothing, if it is not sharded."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._states: list[Any] = []
+        self._modules: dict[Any, nn.Module] = {}
+        """By FSDP2's state, the first module that has it."""
         # No mode of a measurement sees the memory of gathered parameters: it is none of a unit's.
         self._context: Callable[[], AbstractContextManager[Any]] = without_modes
         if _sharding_class() is not None:
             sharding: list[Any] = [module for module in model.modules() if is_sharding(module)]
-            found = [module._get_fsdp_state() for module in sharding]
-            self._states = list(dict.fromkeys(found))
-            for state in self._states:
+            for module in sharding:
+                self._modules.setdefault(module._get_fsdp_state(), module)
+            for state in self._modules:
                 # The first is the outermost; else the first forward would do it, and be put back.
                 if state._is_root is None:
                     state._lazy_init()
+        self._states = list(self._modules)
         self._groups = [group for state in self._states for group in shard_groups(state)]
         self.put_back()
         with self.alone():
@@ -269,14 +279,17 @@ class Shards:
         def ahead(states: Sequence[Any]) -> tuple[int, ...]:
             return tuple(numbers[id(group)] for state in states for group in shard_groups(state))
 
+        # A root may have no parameters of its own, and gather others ahead.
+        without = [state for state in self._states if not shard_groups(state)]
+        found = [(state, _group(group)) for state in self._states for group in shard_groups(state)]
+        found += [(state, ShardGroup((self._modules[state],))) for state in without]
         return [
             replace(
-                _group(group),
+                group,
                 ahead_in_forward=ahead(state._states_to_forward_prefetch),
                 ahead_in_backward=ahead(state._states_to_backward_prefetch) or None,
             )
-            for state in self._states
-            for group in shard_groups(state)
+            for state, group in found
         ]
 
     def _parameters(self) -> list[Any]:
@@ -289,7 +302,7 @@ def _group(group: Any) -> ShardGroup:
     offloads = group.device.type != "cpu" and any(one.offload_to_cpu for one in group.fsdp_params)
     has_replicas = group.mesh_info.replicate_mesh_dim is not None
     gathered = gradients = reduced = shards = sharing = all_reduced = 0
-    copies = []
+    copies, becomes_share = [], not offloads
     for one in group.fsdp_params:
         shard_size = one.padded_sharded_param_size.numel()
         computed = one.param_dtype or one.orig_dtype
@@ -309,8 +322,9 @@ def _group(group: Any) -> ShardGroup:
             sharing += shard_size * reduce_dtype.itemsize
             if reduce_dtype != one.orig_dtype:
                 sharing += shard_size * one.orig_dtype.itemsize
-            if has_replicas and (offloads or reduce_dtype != one.orig_dtype):
+            if has_replicas:
                 all_reduced += shard_size * reduce_dtype.itemsize
+            becomes_share &= reduce_dtype == one.orig_dtype
     # One rank alone copies one parameter after the other.
     copied = sum(copies) if num_ranks > 1 else max(copies, default=0)
     return ShardGroup(
@@ -325,6 +339,7 @@ def _group(group: Any) -> ShardGroup:
         not group._reshard_after_forward,
         all_reduced,
         copied,
+        becomes_share,
         offloads and group.reduce_grads,
     )
 

@@ -226,7 +226,8 @@ class Replanner:
         self.profile = profile
         self._session = session_of(profile.problem, proves=False)
         least_bytes = max(self._session.smallest_bytes, profile.residents.optimizer_peak_bytes)
-        least = ModelPlan(profile, self._session.plan(least_bytes), least_bytes)
+        found = ModelPlan(profile, self._session.plan(least_bytes), least_bytes)
+        least = min(found, tightest(profile), key=smallest_budget)
         self.smallest = replace(least, budget_bytes=smallest_budget(least))
         # Solvers have tables of their own for small and for large budgets.
         span_bytes = max(0, profile.plain.peak_bytes - least_bytes)

@@ -44,7 +44,7 @@ def tightest_plan(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Pl
     session = session_of(_with_steady_seconds(problem, recipes), proves=False)
     best = session.plan(session.smallest_bytes)
     predicted = simulate(problem, best.schedule)
-    # Solvers calculate with rounded bytes, and may pass over it.
+    # Solvers calculate with rounded bytes, and may pass over it. Not every step allows it.
     by_hand = recomputing(problem, recipes, range(problem.num_units))
     with suppress(ScheduleError):
         if (usual := simulate(problem, by_hand)).peak_bytes < predicted.peak_bytes:

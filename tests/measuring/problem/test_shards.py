@@ -83,10 +83,14 @@ def test_groups_that_are_gathered_ahead(measured: Measured) -> None:
 
 
 def test_replicas_that_are_summed_up(measured: Measured) -> None:
-    """The buffer of a sum over replicas lives beside the gradients."""
-    groups = [replace(group, all_reduced_bytes=100) for group in measured.groups]
-    units = replace(measured, groups=groups).profile(True).problem.units[:3]
-    assert [unit.parameter_gradient_bytes for unit in units] == [4 * (64 * 64 + 64) + 100] * 3
+    """The buffer of a sum over replicas lives beside the gradients, unless it becomes one."""
+    num_bytes = 4 * (64 * 64 + 64)
+    for becomes_share, more_bytes in ((False, 100), (True, 0)):
+        groups = [
+            replace(group, all_reduced_bytes=100, becomes_share=becomes_share) for group in measured.groups
+        ]
+        units = replace(measured, groups=groups).profile(True).problem.units[:3]
+        assert [unit.parameter_gradient_bytes for unit in units] == [num_bytes + more_bytes] * 3
 
 
 def test_the_device_of_a_shard_in_host_memory() -> None:

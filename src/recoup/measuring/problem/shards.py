@@ -16,7 +16,7 @@ NOTE [ Gathered parameters ]
     6. With replicas (hybrid sharding), the buffer in which their shares are summed up stays until the backward ends.
     7. Shards in host memory are copied to the device, gathered there, and the copies freed. The share of the gradients
        is made on the device, and does not stay there.
-    8. Gradients of groups outside units stay in full until the backward ends, when they are reduced.
+    8. Groups outside units are taken for the root's, whose gradients stay in full until the backward ends.
        With ``set_requires_gradient_sync(False)`` all stay in full. The micro-batch that reduces them comes later: its
        buffers are counted all the same.
     9. Solvers cannot tell which units a plan replays in a row, and would count all of them (``additive_numbers``):
@@ -47,6 +47,7 @@ class _Gathered:
     """The groups of one position, in bytes."""
 
     parameters: int = 0
+    staying: int = 0
     buffer: int = 0
     full: int = 0
     gradients: int = 0
@@ -54,7 +55,6 @@ class _Gathered:
     sharing: int = 0
     left: int = 0
     copied: int = 0
-    stays: bool = False
 
 
 def with_shards(
@@ -91,18 +91,18 @@ def _inside(position: Position, groups: Sequence[ShardGroup]) -> list[int]:
     return [number for number, group in enumerate(groups) if modules.issuperset(group.modules)]
 
 
-def _sum(groups: Iterable[ShardGroup]) -> _Gathered:
+def _sum(groups: Iterable[ShardGroup], *, accumulates: bool) -> _Gathered:
     found = list(groups)
     return _Gathered(
         sum(group.gathered_bytes for group in found),
+        sum(group.gathered_bytes for group in found if group.stays),
         sum(group.buffer_bytes for group in found),
         sum(num_bytes_of(p) for group in found for p in group.parameters if p.requires_grad),
         sum(group.gradient_bytes for group in found),
         sum(group.reduced_bytes for group in found),
         sum(group.sharing_bytes for group in found),
-        sum(group.gradient_shard_bytes + group.all_reduced_bytes for group in found),
+        sum(group.left_bytes(accumulates=accumulates) for group in found),
         sum(group.copied_bytes for group in found),
-        all(group.stays for group in found),
     )
 
 
@@ -116,13 +116,11 @@ class _Row:
     def __init__(
         self, problem: Problem, inside: Sequence[list[int]], groups: Sequence[ShardGroup], accumulates: bool
     ) -> None:
-        if accumulates:
-            # What is there does not appear.
-            groups = [replace(group, shard_bytes=0) for group in groups]
         self.inside, self._groups = inside, groups
-        self._found = [_sum(groups[number] for number in own) for own in inside]
+        self._found = [_sum((groups[number] for number in own), accumulates=accumulates) for own in inside]
         self._place = {number: index for index, own in enumerate(inside) for number in own}
-        self._outer = _sum(group for number, group in enumerate(groups) if number not in self._place)
+        others = (group for number, group in enumerate(groups) if number not in self._place)
+        self._outer = _sum(others, accumulates=accumulates)
         self._passing = [_Passing.of(problem, index) for index in range(problem.num_units)]
 
     def values(self) -> list[Lifetime]:
@@ -131,10 +129,10 @@ class _Row:
             [Lifetime(_NAME, self._outer.parameters, made=None, stays=True)] if self._outer.parameters else []
         )
         for index, own in enumerate(self._found):
-            if own.parameters:
-                made = Use(Phase.FIRST if own.stays else Phase.REPLAY, index)
-                read = (Use(Phase.BACKWARD, index),)
-                values.append(Lifetime(_NAME, own.parameters, made=made, read=read, in_scratch=True))
+            read = (Use(Phase.BACKWARD, index),)
+            for phase, size in (Phase.FIRST, own.staying), (Phase.REPLAY, own.parameters - own.staying):
+                if size:
+                    values.append(Lifetime(_NAME, size, made=Use(phase, index), read=read, in_scratch=True))
         return values
 
     def unit(self, unit: Unit, index: int, *, runs_once: bool) -> Unit:
@@ -162,18 +160,19 @@ class _Row:
     def _forward(self, index: int, option: Option) -> int:
         own = self._found[index]
         last_bytes = (self._before(index) or self._outer).buffer  # of the gather before
-        running_bytes = option.scratch.forward + own.parameters + self._ahead_in_forward(index, by=index)
+        ahead_bytes, ahead_copied_bytes = self._ahead_in_forward(index, by=index)
+        running_bytes = option.scratch.forward + own.parameters + ahead_bytes
         if not own.parameters:
             is_tail = index == len(self._found) - 1
             return running_bytes + (0 if is_tail else last_bytes)
         # One rank alone copies a parameter at a time, into what is gathered.
         copying_bytes = own.copied + (last_bytes + own.buffer if own.buffer else own.parameters)
         gathering_bytes = max(copying_bytes, own.parameters + own.buffer + last_bytes)
-        gathering_bytes += self._ahead_in_forward(index, by=index - 1)
+        gathering_bytes += self._ahead_in_forward(index, by=index - 1)[0]
+        beginning_bytes = max(gathering_bytes, own.parameters + own.buffer + ahead_bytes + ahead_copied_bytes)
         # Nothing is made yet that the unit's forward makes.
-        return max(
-            running_bytes + own.buffer, gathering_bytes - option.held_bytes - self._passing[index].made
-        )
+        made_bytes = option.held_bytes + self._passing[index].made
+        return max(running_bytes + own.buffer, beginning_bytes - made_bytes)
 
     def _backward(self, index: int, option: Option, outer_bytes: int) -> int:
         own, outer, passing = self._found[index], self._outer, self._passing[index]
@@ -181,7 +180,7 @@ class _Row:
         ahead_bytes, copied_bytes = self._ahead_in_backward(index)
         running_bytes = own.parameters + ahead_bytes + reduced_bytes
         gathered_bytes = passing.output_gradients + running_bytes + copied_bytes
-        if own.parameters and not own.stays:
+        if own.parameters > own.staying:
             later_bytes, _ = self._ahead_in_backward(index + 1)  # the own buffer among them
             copying_bytes = own.parameters + max(later_bytes, own.copied) + reduced_bytes
             gathered_bytes = max(gathered_bytes, passing.output_gradients + copying_bytes)
@@ -196,14 +195,14 @@ class _Row:
     def _before(self, index: int) -> _Gathered | None:
         return next((one for one in reversed(self._found[: max(index, 0)]) if one.parameters), None)
 
-    def _ahead_in_forward(self, index: int, *, by: int) -> int:
-        """Bytes of what is gathered for positions after one, by positions up to another."""
+    def _ahead_in_forward(self, index: int, *, by: int) -> tuple[int, int]:
+        """Bytes of what is gathered for positions after one, by positions up to another; of copies for that."""
         sources = [group for number, group in enumerate(self._groups) if self._place.get(number, -1) <= by]
         targets = {number for group in sources for number in group.ahead_in_forward}
-        return sum(self._groups[one].buffer_bytes for one in targets if self._place.get(one, -1) > index)
+        return _ahead(self._groups[one] for one in targets if self._place.get(one, -1) > index)
 
     def _ahead_in_backward(self, index: int) -> tuple[int, int]:
-        """Bytes of what is gathered for earlier positions while a position's backward runs; of copies for that."""
+        """The same for positions before one, while its backward runs."""
         end = len(self._found)
         targets: set[int] = set()
         for number, group in enumerate(self._groups):
@@ -213,14 +212,17 @@ class _Row:
             elif place >= index:
                 earlier = (own for own in reversed(self.inside[:place]) if own)
                 targets.update(next(earlier, []))
-        found = [
+        return _ahead(
             self._groups[one]
             for one in targets
             if self._place.get(one, end) < index and not self._groups[one].stays
-        ]
-        return sum(group.buffer_bytes for group in found), max(
-            (group.copied_bytes for group in found), default=0
         )
+
+
+def _ahead(groups: Iterable[ShardGroup]) -> tuple[int, int]:
+    found = list(groups)
+    copied_bytes = max((group.copied_bytes for group in found), default=0)
+    return sum(group.buffer_bytes for group in found), copied_bytes
 
 
 class _Passing(NamedTuple):
