@@ -433,12 +433,24 @@ def sharded_and_accumulating(rank: int) -> None:
                 budget = find_ranks().largest(budget)
                 fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, accumulates=True, race=False)
                 assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes, settings
-    # Without reductions they stay in full; the last micro-batch reduces them, whose buffers count, too.
+    # Gradients that wait to be reduced could not be put back.
     model = _shard(make_model())
-    model.set_requires_gradient_sync(False)
-    fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates=True)
-    assert fitted.profile.residents.gradient_bytes == sum(p.nbytes for p in make_model().parameters())
-    assert fitted.verification.peak_bytes < fitted.plan.predicted_bytes
+    for is_reducing, said in ((False, "does not reduce gradients"), (True, "wait to be reduced")):
+        model.set_requires_gradient_sync(is_reducing)
+        with pytest.raises(SampleError, match=said):
+            recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates=True)
+        model.set_requires_gradient_sync(False)
+        loss_of(model(batch)).backward()
+
+    def accumulate(model: Net) -> dict[str, Tensor]:
+        for is_reducing in (False, True):
+            model.set_requires_gradient_sync(is_reducing)
+            loss_of(model(batch)).backward()
+        return gradients(model)
+
+    expected, model = accumulate(_shard(make_model())), _shard(make_model())
+    _fit(model, batch)
+    assert_same(accumulate(model), expected)
 
 
 def sharded_inside_units(rank: int) -> None:

@@ -187,6 +187,29 @@ def test_every_way_of_holding_is_seen(hold: Any) -> None:
         hold(model, batch)
 
 
+def test_a_tuple_in_the_output_is_let_go_or_held() -> None:
+    """Hidden states, and the logits of routers: items of transformers' outputs are their attributes, too."""
+    model, batch, optimizer = subject()
+    sample = {**batch, "output_hidden_states": True}
+    profile = recoup.measure(model, sample, optimizer=optimizer, holds_output=False)
+    recoup.fit(
+        model,
+        sample,
+        budget=recoup.minimum_budget(profile),
+        optimizer=optimizer,
+        holds_output=False,
+        race=False,
+    )
+    model(**sample).loss.backward()
+    optimizer.zero_grad()
+    output = model(**sample)
+    states, loss = output.hidden_states, output.loss
+    del output
+    with pytest.warns(RecoupWarning, match=r"output.*held"):
+        loss.backward()
+    assert len(states) == 3
+
+
 @pytest.mark.parametrize("name", ["loss", "detached copy"])
 def test_what_does_not_hold_it_is_silent(name: str) -> None:
     """Losses and predictions kept for logging are small, or copies."""

@@ -228,7 +228,7 @@ class _Output:
     def __init__(self, reference: weakref.ref[Tensor], output: Any) -> None:
         self._reference, self._num_others = reference, 0
         if not isinstance(output, Tensor):  # else the variables of callers refer to it
-            self._num_others = _num_references(reference) - _num_inside(output, reference)
+            self._num_others = _num_references(reference) - _num_inside(output, reference, set())
 
     @property
     def is_held(self) -> bool:
@@ -236,15 +236,18 @@ class _Output:
         return _num_references(self._reference) > self._num_others
 
 
-def _num_inside(value: Any, reference: weakref.ref[Tensor]) -> int:
-    """How many references to a tensor a value has."""
+def _num_inside(value: Any, reference: weakref.ref[Tensor], seen: set[int]) -> int:
+    """How many references to a tensor a value has, apart from containers that were ``seen``."""
     if isinstance(value, Tensor):
         return int(value is reference())
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
     found = contents(value)
     items = [] if found is None else found[1]
     if isinstance(value, dict):  # whose attributes may be its items once more
         items += getattr(value, "__dict__", {}).values()
-    return sum(_num_inside(item, reference) for item in items)
+    return sum(_num_inside(item, reference, seen) for item in items)
 
 
 def _num_references(reference: weakref.ref[Tensor]) -> int:

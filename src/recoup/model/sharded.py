@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup.errors import SampleError
 from recoup.torch_private import (
     forget_gradients,
     has_unreduced_gradients,
@@ -99,7 +100,7 @@ class ShardGroup:
         buffer_bytes: of the buffer that they are gathered in.
         gradient_bytes: of their gradients before these are reduced.
         reduced_bytes: of the buffer in which these are reduced.
-        shard_bytes: of the rank's share of the gradients; of all of them, if they are not reduced.
+        shard_bytes: of the rank's share of the gradients.
         sharing_bytes: of that share while it is made: beside itself in another dtype, if it is reduced in that.
         all_reduced_bytes: of the buffer in which replicas of that share are summed up, until the backward ends; 0 if
             there are no replicas.
@@ -254,6 +255,23 @@ class Shards:
         forget_gradients(self._groups, self._states)
         self.put_back()
 
+    def check_reductions(self) -> None:
+        """Steps of a fit are put back, but for gradients that wait to be reduced.
+
+        Raises:
+            SampleError: gradients are not reduced, or those of earlier micro-batches wait for that.
+        """
+        if not all(group.reduce_grads for group in self._groups):
+            raise SampleError(
+                "The model does not reduce gradients (set_requires_gradient_sync(False)): switch that on while it is"
+                " fitted, to a budget that leaves room for gradients in full, and off again for training."
+            )
+        if self.has_unreduced_gradients():
+            raise SampleError(
+                "Gradients of earlier micro-batches wait to be reduced, and a step of a fit would take them: fit the"
+                " model before its first step, or after a backward that reduces them."
+            )
+
     def has_unreduced_gradients(self) -> bool:
         """Whether gradients of earlier micro-batches wait to be reduced."""
         return has_unreduced_gradients(self._groups)
@@ -315,10 +333,7 @@ def _group(group: Any) -> ShardGroup:
             reduce_dtype = one.reduce_dtype or computed
             gradients += one._orig_size.numel() * computed.itemsize
             reduced += num_ranks * shard_size * reduce_dtype.itemsize
-            if group.reduce_grads:
-                shards += shard_size * one.orig_dtype.itemsize
-            else:
-                shards += one._orig_size.numel() * reduce_dtype.itemsize
+            shards += shard_size * one.orig_dtype.itemsize
             sharing += shard_size * reduce_dtype.itemsize
             if reduce_dtype != one.orig_dtype:
                 sharing += shard_size * one.orig_dtype.itemsize
@@ -340,7 +355,7 @@ def _group(group: Any) -> ShardGroup:
         all_reduced,
         copied,
         becomes_share,
-        offloads and group.reduce_grads,
+        offloads,
     )
 
 

@@ -61,6 +61,7 @@ class TrainingStep:
         _check(model, sample, loss, step)
         self.ranks, self.buckets = ranks, buckets
         self.shards = Shards(model)
+        self.shards.check_reductions()
         #: Whether its operations wait for other ranks.
         self.communicates = any(map(is_divided, model.parameters()))
         self.model, self.sample, self.loss, self.step = model, sample, loss, step

@@ -17,8 +17,6 @@ NOTE [ Gathered parameters ]
     7. Shards in host memory are copied to the device, gathered there, and the copies freed. The share of the gradients
        is made on the device, and does not stay there.
     8. Groups outside units are taken for the root's, whose gradients stay in full until the backward ends.
-       With ``set_requires_gradient_sync(False)`` all stay in full. The micro-batch that reduces them comes later: its
-       buffers are counted all the same.
     9. Solvers cannot tell which units a plan replays in a row, and would count all of them (``additive_numbers``):
        there is a problem without such segments, which is exact, and one with them.
 """
