@@ -352,6 +352,23 @@ def test_gradient_checkpointing_before_fit_says_what_to_switch_off() -> None:
         recoup.fit(model, tokens(), budget="1GiB")
 
 
+def test_gradient_checkpointing_of_a_model_inside_another_says_what_to_switch_off() -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = gpt2()
+
+        def forward(self, **batch: Any) -> Any:
+            return self.net(**batch).loss
+
+    model = Outer()
+    checkpoint_layers(model.net)
+    with pytest.raises(
+        recoup.errors.FitError, match=rf"with model\.net\.{CHECKPOINTING}_checkpointing_disable\(\)"
+    ):
+        recoup.fit(model, tokens(), budget="1GiB")
+
+
 def test_gradient_checkpointing_after_fit_is_said_once() -> None:
     """TRL switches it on by default. The gradients stay those of the plain step."""
 

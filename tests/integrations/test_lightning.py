@@ -56,6 +56,29 @@ def test_weights_are_those_without_a_plan(options: dict[str, Any]) -> None:
     assert any("recompute" in label for _, label in callback.fitted.plan.describe_units())
 
 
+def test_gradients_of_the_step_before_are_there_in_the_forward_only() -> None:
+    """With accumulation, in the backward as well."""
+    usual, accumulating = RecoupCallback("1GiB", race=False), RecoupCallback("1GiB", race=False)
+    run(usual)
+    run(accumulating, accumulate_grad_batches=2)
+    assert usual.fitted is not None
+    assert accumulating.fitted is not None
+    assert not usual.fitted.profile.accumulates
+    assert accumulating.fitted.profile.accumulates
+    stale = [v for v in usual.fitted.profile.problem.values if v.name == "gradients of the step before"]
+    assert [value.num_bytes for value in stale] == [usual.fitted.profile.residents.gradient_bytes]
+    seen, more = usual.fitted.verification, accumulating.fitted.verification
+    assert seen is not None
+    assert more is not None
+    assert usual.fitted.plan.predicted_bytes == seen.peak_bytes
+    assert seen.peak_bytes < more.peak_bytes <= accumulating.fitted.plan.predicted_bytes
+    later = RecoupCallback("1GiB", race=False)
+    scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler({5: 2})
+    run(later, scheduler)
+    assert later.fitted is not None
+    assert later.fitted.profile.accumulates
+
+
 def test_the_plan_is_saved_with_the_checkpoint_and_reused(tmp_path: Path) -> None:
     first = RecoupCallback(BUDGET, race=False)
     trainer, _ = run(first, enable_checkpointing=True, default_root_dir=tmp_path)

@@ -4,7 +4,8 @@ NOTE [ What Lightning's step is made of ]
     1. The plan is made in `on_train_start`: precision and strategy are set up, and optimizers exist.
     2. The step is the strategy's `training_step`, which enters the precision's context and goes through the wrapper
        of several ranks, and the module's own `backward`. What it logs while it is measured is dropped.
-    3. Lightning clears gradients between forward and backward: those of the last step are there in the forward.
+    3. Lightning clears gradients between forward and backward: those of the last step are there in the forward. The
+       step does so by the module's own hook, unless gradients accumulate, now or in a later epoch.
     4. The plan is part of the callback's state, so it is in every checkpoint. A run that is resumed with the same
        budget, batch, options, precision, strategy, number of ranks and device applies it without measuring.
     5. Plans by size are chosen where the module itself is called. Whether training_step does so, `self(batch)`, is
@@ -47,6 +48,7 @@ from recoup.tensors import tensors_in
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ImportError:
@@ -90,6 +92,7 @@ class RecoupCallback(FittingCallback, Callback):
             "batch": repr(shapes),
             "precision": str(trainer.precision),
             "strategy": type(trainer.strategy).__name__,
+            "accumulates": str(_accumulates(trainer)),
             "world_size": str(trainer.world_size),
             "device": torch.cuda.get_device_name(pl_module.device)
             if pl_module.device.type == "cuda"
@@ -125,7 +128,11 @@ class RecoupCallback(FittingCallback, Callback):
         step = _step_of(trainer, pl_module, must_call_itself=len(batches) > 1)
         with showing(trainer.progress_bar_callback is not None), _without_logging(pl_module):
             fitted = self.fit_batches(
-                trainer.strategy.model, step, batches, optimizer=trainer.optimizers, accumulates=True
+                trainer.strategy.model,
+                step,
+                batches,
+                optimizer=trainer.optimizers,
+                accumulates=_accumulates(trainer),
             )
         for line in headlines(fitted):
             rank_zero_info(f"recoup: {line}")
@@ -197,6 +204,13 @@ def _hold(trainer: Any, kwargs: Any) -> Snapshot:
     return held
 
 
+def _accumulates(trainer: Any) -> bool:
+    schedulers = [one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]
+    return trainer.accumulate_grad_batches > 1 or any(
+        one.going_to_accumulate_grad_batches() for one in schedulers
+    )
+
+
 def _step_of(trainer: Any, module: Any, *, must_call_itself: bool) -> Callable[[Any], None]:
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
@@ -210,6 +224,8 @@ def _step_of(trainer: Any, module: Any, *, must_call_itself: bool) -> Callable[[
                 "training_step returned None, as it does to skip a batch: give sample=, one that it trains on."
             )
         loss: Tensor = output if isinstance(output, Tensor) else output["loss"]
+        for optimizer in [] if _accumulates(trainer) else trainer.optimizers:
+            module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
         module.backward(loss / trainer.accumulate_grad_batches)
 
     return step

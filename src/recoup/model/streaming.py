@@ -288,11 +288,17 @@ _REENTRANT = "use_reentrant=True"
 
 def _checkpointed_already(what: str, model: nn.Module) -> UnitError:
     remedies = {
-        "activation_checkpointing_disable": "model.activation_checkpointing_disable()",
-        "gradient_checkpointing_disable": "model.gradient_checkpointing_disable()",
-        "set_grad_checkpointing": "model.set_grad_checkpointing(False)",
+        "activation_checkpointing_disable": "()",
+        "gradient_checkpointing_disable": "()",
+        "set_grad_checkpointing": "(False)",
     }
-    known = [f" with {call}" for name, call in remedies.items() if hasattr(model, name)]
+    # Of the outermost module that has one: a library's model may be an attribute of the user's own.
+    known = [
+        f" with {'.'.join(filter(None, ['model', path, name]))}{arguments}"
+        for name, arguments in remedies.items()
+        for path, module in model.named_modules()
+        if hasattr(module, name)
+    ]
     return UnitError(
         f"{what} recoup decides what to recompute: switch the model's checkpoints off{known[0] if known else ''}, or"
         " choose units that contain them with units=."
