@@ -421,8 +421,10 @@ class _Looker(Visitor):
         code = self._end_code(loss)
         # The loss has a gradient too, which a backward holds until it ends.
         at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: num_bytes_of(loss)}
-        # So have other models, whose backwards came before.
-        at_loss |= self.numbers.of([p.grad for one in self.step.reached.modules for p in one.parameters()])
+        # So have other models, whose backwards came before. What the step reaches may be parts of this one.
+        own = set(map(id, self.step.model.parameters()))
+        others = [p for one in self.step.reached.modules for p in one.parameters() if id(p) not in own]
+        at_loss |= self.numbers.of([parameter.grad for parameter in others])
         parts = named_outputs(output) if self.step.step is None else self._held_outputs()
         if self.step.step is not None and self.frees:
             # What outlives the backward of the code that saved it is a variable of the step's.
