@@ -163,15 +163,16 @@ class Fitting:
         least = sorted(
             ((tightest(profile), audit) for profile, audit in tried), key=lambda one: smallest_budget(one[0])
         )
-        refused: list[tuple[ModelPlan, int]] = []
+        refused: list[tuple[ModelPlan, int, Audit]] = []
         for chosen, audit in least:
             chosen = replace(chosen, budget_bytes=budget_bytes)
             seen = self._try_anyway(chosen) if verifies else 0
             if isinstance(seen, Verification):
                 return chosen, audit, seen
-            refused.append((chosen, seen))
-        chosen, peak_bytes = min(refused, key=lambda one: smallest_budget(*one))
-        raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
+            refused.append((chosen, seen, audit))
+        chosen, peak_bytes, audit = min(refused, key=lambda one: smallest_budget(*one[:2]))
+        kept = {} if self.insist else audit.unsafe
+        raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes, kept=kept)
 
     def run_sizes(
         self, chosen: ModelPlan, others: Sequence[TrainingStep], *, verifies: bool

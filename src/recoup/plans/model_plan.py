@@ -12,7 +12,7 @@ from recoup.budgets import read_share
 from recoup.model.recipe import Recipe
 from recoup.planning.plan import Session
 from recoup.plans.profile import Profile
-from recoup.plans.refusal import refusal
+from recoup.plans.refusal import NOTED_SHARE, refusal
 from recoup.plans.tightest import session_of
 from recoup.plans.tree import Item, Leaf, Segment, tree_of
 from recoup.plans.usable_bytes import smallest_budget, usable_bytes
@@ -29,10 +29,8 @@ __all__ = [
     "tightest",
 ]
 
-_NOTED_SHARE = 0.01
 _NUM_IN_FLIGHT = 24
 """How many plans are compared where several forwards are in flight."""
-"""An output that takes less of the peak than this is not worth a sentence."""
 
 _WARM = 6
 """For how many budgets a `Replanner` plans when it is made."""
@@ -86,7 +84,7 @@ class ModelPlan:
 
     def _on_output(self) -> tuple[str, ...]:
         profile = self.profile
-        if profile.output_bytes < _NOTED_SHARE * self.predicted_bytes:
+        if profile.output_bytes < NOTED_SHARE * self.predicted_bytes:
             return ()
         output = f"the model's output ({profile.output_names}, {format_bytes(profile.output_bytes)})"
         if profile.holds_output:

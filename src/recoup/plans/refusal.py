@@ -14,16 +14,23 @@ from recoup.sizes import format_bytes
 if TYPE_CHECKING:
     from recoup.plans.model_plan import ModelPlan
 
-__all__ = ["refusal"]
+__all__ = ["NOTED_SHARE", "refusal"]
+
+_NONE: Mapping[str, str] = {}
+NOTED_SHARE = 0.01
+"""An output that takes less of the peak than this is not worth a sentence."""
 
 
-def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> BudgetError:
+def refusal(
+    least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0, kept: Mapping[str, str] = _NONE
+) -> BudgetError:
     """Why nothing fits a budget, what would, and what to change.
 
     Args:
         least: the plan that needs the least memory.
         budget_bytes: that was asked for.
         measured_bytes: the peak of a real step under that plan; 0 if none was run.
+        kept: units that no plan may recompute, and why.
     """
     profile = least.profile
     smallest = smallest_budget(least, measured_bytes)
@@ -47,7 +54,7 @@ def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> 
         f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The {named}{given}, set by"
         f" the {peak.phase} of {unit.name!r}:"
         f" {', '.join(f'{format_bytes(size)} {name}' for name, size in parts.items() if size)}."
-        f" {' '.join(_advice(profile, unit, parts))}",
+        f" {' '.join(_advice(profile, unit, parts, kept))}",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
         unit=unit.name,
@@ -91,11 +98,17 @@ def _floor(least: ModelPlan, measured_bytes: int) -> dict[str, int]:
     return parts
 
 
-def _advice(profile: Profile, unit: ProfiledUnit, parts: Mapping[str, int]) -> list[str]:
+def _advice(
+    profile: Profile, unit: ProfiledUnit, parts: Mapping[str, int], kept: Mapping[str, str]
+) -> list[str]:
     """What would lower the smallest budget, as far as it is known."""
     fixed_bytes = sum(list(parts.values())[:3])
     advice = ["Raise the budget, or use a smaller batch."]
-    if profile.holds_output and profile.output_bytes:
+    if kept:
+        name, why = next(iter(kept.items()))
+        others = f" and {len(kept) - 1} more are" if len(kept) > 1 else " is"
+        advice.append(f"{name!r}{others} kept, since a replay would not be safe ({why}): see recoup.audit.")
+    if profile.holds_output and profile.output_bytes > NOTED_SHARE * sum(parts.values()):
         advice.append(
             f"Letting the model's output go before the backward, as loss = model(**batch).loss does, frees up to"
             f" {format_bytes(profile.output_bytes)}: then pass holds_output=False."
