@@ -7,7 +7,8 @@ NOTE [ What Lightning's step is made of ]
     3. Lightning clears gradients between forward and backward: those of the last step are there in the forward. The
        step does so by the module's own hook, unless gradients accumulate, now or in a later epoch.
     4. The plan is part of the callback's state, so it is in every checkpoint. A run that is resumed with the same
-       budget, batch, options, precision, strategy, number of ranks and device applies it without measuring.
+       budget, batch, options, precision, strategy, accumulation, number of ranks and device applies it without
+       measuring.
     5. Plans by size are chosen where the module itself is called. Whether training_step does so, `self(batch)`, is
        seen when it runs first, before anything is measured.
 

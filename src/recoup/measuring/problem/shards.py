@@ -191,7 +191,7 @@ class _Row:
         return max(option.scratch.backward + running_bytes, gathered_bytes, ending_bytes)
 
     def _before(self, index: int) -> _Gathered | None:
-        return next((one for one in reversed(self._found[: max(index, 0)]) if one.parameters), None)
+        return next((one for one in reversed(self._found[:index]) if one.parameters), None)
 
     def _ahead_in_forward(self, index: int, *, by: int) -> tuple[int, int]:
         """Bytes of what is gathered for positions after one, by positions up to another; of copies for that."""
