@@ -12,7 +12,10 @@ from planning.brute_force import brute_force
 from planning.problems import budgets_between, random_problem, small_problems, tiny_problems
 
 from recoup.planning import Option, Problem, Unit, minimum_budget, simulate, trace
+from recoup.planning.additive_numbers import AdditiveUnit
 from recoup.planning.solvers.chain import ChainSolver, solve_chain
+from recoup.planning.solvers.chain.costs import ChainCosts
+from recoup.planning.solvers.chain.floors import ChainFloors
 from recoup.planning.solvers.chain.prepared import PreparedChain
 from recoup.planning.solvers.select import SelectSolver
 
@@ -103,6 +106,19 @@ def test_nothing_persistent_is_better_where_backwards_leave_other_bytes(seed: in
     found = selected.best(budget_bytes)
     assert found is not None
     assert simulate(problem, found.schedule).peak_bytes == budget_bytes
+
+
+def freeing_residents(problem: Problem, *, num_bytes: int) -> Problem:
+    """The same where something is there from the start that each backward frees a part of."""
+    units = [AdditiveUnit.of(unit, left=-num_bytes * (1 + index)) for index, unit in enumerate(problem.units)]
+    return replace(problem, units=units, resident_bytes=problem.resident_bytes - sum(u.left for u in units))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_persistent_is_better_where_backwards_free_residents(seed: int) -> None:
+    problem = freeing_residents(random_problem(seed, num_units=4), num_bytes=1 + 2 * seed)
+    assert seed < 2 or ChainFloors(ChainCosts(problem)).lowest_bytes < 0
+    check_against_brute_force(problem)
 
 
 def test_nothing_persistent_is_better_with_six_units() -> None:
@@ -236,6 +252,7 @@ def test_golden_traces(budget_bytes: int, seconds: float, expected: str) -> None
 def test_rounding_never_passes_the_budget_nor_the_bound(seed: int, num_levels: int) -> None:
     once = {0: (), 1: (0, 13), 2: (0, 6, 13)}[seed % 3]
     problem = random_problem(seed, num_units=14, num_options=3, scale=10_007, jitter=5_000, once=once)
+    problem = freeing_residents(problem, num_bytes=10_007 * (seed % 2))
     prepared = PreparedChain(problem, num_levels=num_levels)
     assert not prepared.is_exact
     fine = PreparedChain(problem, num_levels=3000)

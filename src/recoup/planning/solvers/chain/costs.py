@@ -121,6 +121,11 @@ class ChainCosts:
         of what follows an option that holds its output. The input of a right part, or of what follows another
         option, is not held.
 
+    Args:
+        problem: a chain.
+        raised_bytes: by which all needs are counted higher. Backwards may free what was there from the start, such as
+            gathered parameters: then units before them need less than nothing beyond that.
+
     Attributes:
         num_units: with the end.
         output_bytes: of each unit [a]; of the last unit none, since no unit reads it.
@@ -133,14 +138,14 @@ class ChainCosts:
         fastest_is_least: whether keeping everything under the fastest options is the least any schedule can take.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, raised_bytes: int = 0) -> None:
         units = problem.units
         self.num_units = len(units) + 1
         self.output_bytes = np.array([*(unit.output_bytes for unit in units[:-1]), 0, 0], dtype=np.int64)
         gradient = np.array([*(unit.gradient_bytes for unit in units), 0], dtype=np.int64)
         lasting = np.array([*(unit.lasting_bytes for unit in units), 0], dtype=np.int64)
         #: What the backwards of the units after t leave.
-        self.after_bytes = lasting.sum() - np.cumsum(lasting)
+        self.after_bytes = raised_bytes + lasting.sum() - np.cumsum(lasting)
         self.before_bytes = gradient + self.after_bytes
         self.plain_s = np.array([*(unit.lightest.forward_s for unit in units), 0.0], dtype=np.float64)
         self.start_s = np.concatenate([[0.0], np.cumsum(self.plain_s)])
@@ -159,7 +164,8 @@ class ChainCosts:
             ]
             for unit, options in zip(units, first, strict=True)
         ]
-        end = OptionCosts(0, 0.0, 0.0, 0, 0, backward_bytes=units[-1].gradient_bytes, is_direct=True)
+        end_bytes = raised_bytes + units[-1].gradient_bytes
+        end = OptionCosts(0, 0.0, 0.0, 0, 0, backward_bytes=end_bytes, is_direct=True)
         self.first_options, self.further_options = Options([*first, [end]]), Options([*further, [end]])
         #: Of each unit, whether an option frees its input.
         self.frees = [any(option.freed_bytes for option in options) for options in self.first_options.of]

@@ -53,6 +53,11 @@ class ChainFloors:
         return int(self.least[True][0][-1])
 
     @property
+    def lowest_bytes(self) -> int:
+        """The least of any part: less than nothing where backwards free what was there from the start."""
+        return min(int(row.min()) for rows in self.least for row in rows)
+
+    @property
     def full_bytes(self) -> int:
         """The bytes (beyond resident ones and the input) with which the whole chain runs fastest.
 

@@ -45,6 +45,11 @@ class PreparedChain(Prepared):
         self.fixed_bytes = problem.resident_bytes + problem.input_bytes
         self.costs = ChainCosts(problem)
         self.floors = ChainFloors(self.costs)
+        if self.floors.lowest_bytes < 0:
+            # Levels of memory begin at zero.
+            self.fixed_bytes += self.floors.lowest_bytes
+            self.costs = ChainCosts(problem, raised_bytes=-self.floors.lowest_bytes)
+            self.floors = ChainFloors(self.costs)
         self.num_levels = num_levels
         self.proves = proves
         least, full = self.floors.least_bytes, self.floors.full_bytes
