@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +41,7 @@ from recoup.engines.racing import Finisher
 from recoup.engines.real_steps import RealSteps
 from recoup.errors import BudgetError, FitError, SampleError
 from recoup.measuring.measure import begin_measurement, measure_step
+from recoup.model.sharded import Shards
 from recoup.model.step import TrainingStep
 from recoup.planning import Schedule
 from recoup.plans import rivals
@@ -423,16 +426,49 @@ def sharded_with_small_batches(rank: int) -> None:
             assert number == num_gathers
 
 
+def _accumulated_peak(model: Net, batch: Tensor, *, is_reducing: bool) -> int:
+    """Of three micro-batches, of which those before the last reduce gradients, or do not."""
+    living = {local(p).untyped_storage() for p in model.parameters()} | {batch.untyped_storage()}
+    meter, shards = CpuMeter(), Shards(model)
+    meter.waits = True
+    with meter.watching():
+        meter.follow(shards.storages())
+        before_bytes = meter.begin()
+        for is_last in (False, False, True):
+            model.set_requires_gradient_sync(is_last or is_reducing)
+            gc.collect()
+            output = model(batch)
+            loss_of(output).backward()
+            del output
+        peak_bytes = meter.peak_bytes() - before_bytes
+    model.zero_grad()
+    return peak_bytes + sum(storage.nbytes() for storage in living)
+
+
 def sharded_and_accumulating(rank: int) -> None:
-    """Shares of the gradients are there from the start; gathered parameters get gradients of their own all the same."""
-    for settings in (_SETTINGS[0], _SETTINGS[3]):
+    """Shares of the gradients are there from the start, or all of them; parameters get gradients of their own too."""
+    stays, mixed = _SETTINGS[1], _SETTINGS[3]
+    for settings, accumulates in itertools.product(({}, stays, mixed), (True, "unreduced")):
         for size in (2, 64):
             batch, model = batch_of(rank, size), _shard(make_model(), **settings)
-            profile = recoup.measure(model, batch, loss=loss_of, accumulates=True)
+            profile = recoup.measure(model, batch, loss=loss_of, accumulates=accumulates)
             for budget in (recoup.minimum_budget(profile), profile.plain_bytes):
-                budget = find_ranks().largest(budget)
-                fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, accumulates=True, race=False)
-                assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes, settings
+                fitted = recoup.fit(
+                    model,
+                    batch,
+                    budget=find_ranks().largest(budget),
+                    loss=loss_of,
+                    accumulates=accumulates,
+                    race=False,
+                )
+                predicted = fitted.plan.predicted_bytes
+                assert predicted == pytest.approx(fitted.verification.peak_bytes, rel=1e-3), settings
+                assert fitted.plan.keeps_everything or predicted < profile.plain_bytes
+                assert fitted.verification.gradients == "bit-equal"
+                peak_bytes = _accumulated_peak(model, batch, is_reducing=accumulates is True)
+                largest_bytes = find_ranks().largest(peak_bytes)
+                assert largest_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+                recoup.remove(model)
     # Gradients that wait to be reduced could not be put back.
     model = _shard(make_model())
     for is_reducing, said in ((False, "does not reduce gradients"), (True, "wait to be reduced")):
@@ -449,8 +485,24 @@ def sharded_and_accumulating(rank: int) -> None:
         return gradients(model)
 
     expected, model = accumulate(_shard(make_model())), _shard(make_model())
-    _fit(model, batch)
+    _fit(model, batch, accumulates="unreduced")
     assert_same(accumulate(model), expected)
+    # A step that turns reductions off by itself.
+    model, found = _shard(make_model()), {}
+
+    def step() -> None:
+        model.zero_grad()
+        found.update(accumulate(model))
+
+    profile = recoup.measure(model, step=step)
+    assert profile.accumulates == "unreduced"
+    fitted = recoup.fit(model, step=step, budget=find_ranks().largest(between(profile, 0.5)))
+    assert fitted.verification.gradients == "bit-equal"
+    assert fitted.verification.peak_bytes <= fitted.plan.budget_bytes
+    step()
+    assert_same(found, expected)
+    with pytest.raises(SampleError, match="accumulates must be True, False or 'unreduced'; got 'sometimes'"):
+        recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates="sometimes")
 
 
 def sharded_inside_units(rank: int) -> None:
@@ -509,10 +561,10 @@ def sharded_over_replicas(rank: int) -> None:
         assert fitted.verification.gradients == "bit-equal"
         assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
         assert_same(_train(model, batch), expected)
-        fitted = recoup.fit(
-            _shard(make_model(), mesh, mp_policy=policy), batch, budget="1GiB", loss=loss_of, accumulates=True
-        )
-        assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+        for accumulates in (True, "unreduced"):
+            model = _shard(make_model(), mesh, mp_policy=policy)
+            fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates=accumulates)
+            assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
 
 
 def a_sharded_step_of_the_users(rank: int) -> None:

@@ -277,12 +277,22 @@ def forget_gradients(groups: Sequence[Any], states: Sequence[Any]) -> None:
                 one._unsharded_param.grad = None
 
 
-def has_unreduced_gradients(groups: Sequence[Any]) -> bool:
-    """Whether gradients of earlier micro-batches wait in gathered parameters of FSDP2, to be reduced later."""
-    found = (one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param"))
-    return any(
-        one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None for one in found
-    )
+def add_unreduced_gradient(one: Any) -> None:
+    """Gives a parameter of FSDP2 a gradient in full that waits to be reduced, as a backward before it leaves one."""
+    parameter = one._unsharded_param
+    if one.reduce_dtype in (None, parameter.dtype):
+        parameter.grad = torch.zeros_like(parameter)
+    else:
+        one.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=one.reduce_dtype)
+
+
+def unreduced_gradients(groups: Sequence[Any]) -> list[Tensor]:
+    """Gradients of earlier micro-batches that wait in gathered parameters of FSDP2, to be reduced later."""
+    found = [one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+    gradients = [
+        gradient for one in found for gradient in (one._unsharded_param.grad, one.unsharded_accumulated_grad)
+    ]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def own_store(prefix: str) -> Any:

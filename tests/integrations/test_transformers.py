@@ -148,6 +148,45 @@ def test_losses_and_weights_are_those_without_a_plan(options: dict[str, Any], tm
     assert is_applied(trainer.model)
 
 
+class Watched(Trainer):
+    """The peaks of its micro-batches."""
+
+    peaks: list[int] | None = None
+
+    def training_step(self, *given: Any) -> Any:
+        if self.peaks is None:
+            return super().training_step(*given)
+        ends: list[Any] = []
+        run = super().training_step
+        self.peaks.append(peak_bytes(lambda: ends.append(run(*given)), self.model, self.optimizer))
+        return ends.pop()
+
+
+class Watching(TrainerCallback):
+    """Once the model is fitted."""
+
+    trainer: Watched
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.trainer.peaks = self.trainer.peaks or []
+
+
+def test_gradients_are_there_only_in_later_micro_batches(tmp_path: Path) -> None:
+    """The first steps of the trainer's loop have them in no forward, though a step of the fit follows another one."""
+    for num_steps in (1, 2):
+        callback, watching = RecoupCallback("1GiB", race=False), Watching()
+        trainer = trainer_for(
+            tmp_path, callback, watching, kind=Watched, gradient_accumulation_steps=num_steps
+        )
+        trainer.train_dataset.rows = [torch.arange(20)] * 24
+        watching.trainer = trainer
+        trainer.train()
+        assert callback.fitted is not None
+        assert bool(callback.fitted.profile.accumulates) == (num_steps > 1)
+        assert len(trainer.peaks) == 3 * num_steps
+        assert callback.fitted.plan.predicted_bytes == max(trainer.peaks)
+
+
 def test_checkpointing_is_replaced_and_that_is_said(tmp_path: Path) -> None:
     said: list[str] = []
 

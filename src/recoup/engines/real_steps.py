@@ -19,6 +19,7 @@ from recoup.engines.drift import Results, deterministically
 from recoup.engines.eager import kept
 from recoup.engines.recording import Points, record
 from recoup.errors import ReplayMismatchError, VerificationError
+from recoup.model.accumulation import UNREDUCED
 from recoup.model.caches import CachelessForward, without_caches
 from recoup.model.replace_forward import installed, suspended
 from recoup.model.step import TrainingStep
@@ -147,11 +148,13 @@ class RealSteps:
                 lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
                 # Comparing takes memory too, on some devices: near the peak it has to be there.
                 with _comparing(left_out):
+                    before_bytes = self._peak_before_last()
                     recorded = record(self.meter, self._run_in_flight)
             # Before what was written to is put back, gradients among it.
             prints = {name: fingerprint(tensor) for name, tensor in self._results().items()}
         self._knows_writes = True
-        peak_bytes = max(recorded.peak_bytes + lived_bytes, residents.optimizer_peak_bytes)
+        peak_bytes = max(recorded.peak_bytes, before_bytes)
+        peak_bytes = max(peak_bytes + lived_bytes, residents.optimizer_peak_bytes)
         points = tuple((time_s, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
         is_cacheless = any(one.has_switched for one in _caches_off(self.step.model))
         return Recorded(peak_bytes, points, prints, is_cacheless)
@@ -217,10 +220,21 @@ class RealSteps:
 
     def _prepare(self) -> None:
         has_gradients = self.profile.accumulates or self.step.leaves_gradients
+        shards = self.step.shards
+        unreduced = shards.make_unreduced_gradients() if self.profile.accumulates == UNREDUCED else set()
         for parameter in self.step.model.parameters():
             parameter.grad = None
-            if has_gradients and parameter.requires_grad:
+            if has_gradients and parameter.requires_grad and parameter not in unreduced:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _peak_before_last(self) -> int:
+        """Of a micro-batch that does not reduce its gradients, where the last one alone does; else 0."""
+        if self.profile.accumulates != UNREDUCED:
+            return 0
+        with self.step.shards.not_reducing():
+            recorded = record(self.meter, self._run_in_flight)
+        self._prepare()
+        return recorded.peak_bytes
 
     def _run_in_flight(self) -> None:
         """A step while other forwards wait for their backwards."""

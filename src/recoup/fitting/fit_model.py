@@ -22,6 +22,7 @@ from recoup.errors import (
 from recoup.fitting.by_size import check_sizes
 from recoup.fitting.fitted import Fitted
 from recoup.fitting.one_fit import Fitting
+from recoup.model.accumulation import Accumulates
 from recoup.model.checks import check_model
 from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.optimizers import Optimizers
@@ -46,7 +47,7 @@ def fit(
     optimizer: Optimizers | None = None,
     step: Callable[..., Any] | None = None,
     units: Units | Iterable[Units] | None = None,
-    accumulates: bool = False,
+    accumulates: Accumulates = False,
     holds_output: bool | None = None,
     samples: Iterable[Any] | None = None,
     sizes: Iterable[int] | None = None,
@@ -71,7 +72,9 @@ def fit(
         step: a callable that runs a whole training step, for loops that are not ``loss(model(*sample))``. Whatever it
             changes is put back.
         units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
-        accumulates: gradients are there when a step begins, because several backwards add up in them.
+        accumulates: gradients are there when a step begins, because several backwards add up in them; with FSDP2,
+            ``"unreduced"`` says that they are there in full, since only the last micro-batch reduces them
+            (``set_requires_gradient_sync``, ``no_sync`` of Accelerate).
         holds_output: whether the training loop still has the model's output when the backward runs, as with
             ``output = model(x); loss_of(output).backward()``, or not, as with ``model(**batch).loss.backward()``.
             Unless given, plans are made for a loop that has it and, only where that does not fit, for one that has not.
@@ -213,7 +216,7 @@ def verify(
 
 
 def plan_to_fit(
-    step: TrainingStep, budget_bytes: int, *, units: Units | Iterable[Units] | None, accumulates: bool
+    step: TrainingStep, budget_bytes: int, *, units: Units | Iterable[Units] | None, accumulates: Accumulates
 ) -> ModelPlan:
     """The plan that `fit` would apply, with what its audit finds unsafe kept.
 

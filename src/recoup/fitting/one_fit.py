@@ -29,6 +29,7 @@ from recoup.errors import (
 from recoup.fitting.by_size import check_calls, fit_sizes, measure_like
 from recoup.measuring.choosing import Choice
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
+from recoup.model.accumulation import Accumulates, read_accumulation
 from recoup.model.calls import watch_calls
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
@@ -60,7 +61,7 @@ class Fitting:
         self,
         step: TrainingStep,
         *,
-        accumulates: bool,
+        accumulates: Accumulates,
         holds_output: bool | None,
         insist: bool,
         races: bool,
@@ -78,8 +79,7 @@ class Fitting:
                 "holds_output= goes with a sample: a step= callable shows by itself what it holds."
             )
         self.step, self.ranks = step, step.ranks
-        # Gradients that are views of buckets are there when a step begins.
-        self.accumulates = accumulates or step.buckets.are_gradients
+        self.accumulates = read_accumulation(step, accumulates)
         self.holds_output, self.insist = holds_output, insist
         # One of several processes that decides alone could run more steps than others, and wait for them in a step.
         decides_for_all = self.ranks.size > 1 or num_processes() == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recoup.fitting import Fitted, fit
+from recoup.integrations.accumulation import accumulation_of
 from recoup.integrations.missing import not_installed
 from recoup.integrations.too_large import BatchTooLargeError, as_out_of_memory
 
@@ -33,6 +34,6 @@ def fit_prepared(
     Raises:
         BatchTooLargeError: no plan fits; it is a `BudgetError`, too.
     """
-    options.setdefault("accumulates", accelerator.gradient_accumulation_steps > 1)
+    options.setdefault("accumulates", accumulation_of(accelerator, accelerator.gradient_accumulation_steps))
     with as_out_of_memory():
         return fit(model, sample, budget=budget, **options)

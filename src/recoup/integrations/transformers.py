@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from recoup.errors import FitError
+from recoup.integrations.accumulation import accumulation_of
 from recoup.integrations.attributes import attributes_held, hold_containers
 from recoup.integrations.callback import FittingCallback
 from recoup.integrations.missing import not_installed
@@ -105,6 +106,8 @@ class RecoupCallback(FittingCallback, TrainerCallback):
 
         def step(sample: tuple[list[Any], Any]) -> None:
             [batch], num_items = sample
+            if num_steps == 1:
+                model.zero_grad()  # as the loop does after every step of the optimizer
             trainer.training_step(model, copy.copy(batch), num_items)
 
         with (
@@ -114,7 +117,8 @@ class RecoupCallback(FittingCallback, TrainerCallback):
             attributes_held(trainer.state),
         ):
             trainer.log = _drop  # what a step logs while it is measured
-            self.fit_batches(model, step, samples, optimizer=trainer.optimizer, accumulates=num_steps > 1)
+            accumulates = accumulation_of(trainer.accelerator, num_steps)
+            self.fit_batches(model, step, samples, optimizer=trainer.optimizer, accumulates=accumulates)
 
 
 def _switch_checkpointing(model: Any, layers: list[Any], is_on: bool) -> None:

@@ -12,6 +12,7 @@ from recoup.measuring.unit.foreseen import foresee_bytes, foresee_timing
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming
 from recoup.measuring.unit.pace import USUAL_PACE, Pace
 from recoup.measuring.unit.recipes import Effort, useful_recipes
+from recoup.model.accumulation import Accumulates
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import Recipe
 from recoup.plans.profile import Residents
@@ -50,7 +51,7 @@ class CostsByKind:
     first: Mapping[Kind, int]
     timed: dict[Kind, int]
     effort: Effort
-    accumulates: bool
+    accumulates: Accumulates
     unsafe: Mapping[str, str]
     inside_s: Mapping[int, Mapping[str, float]]
     uncaptured: Mapping[str, str]

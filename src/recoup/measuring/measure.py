@@ -38,12 +38,14 @@ from recoup.measuring.unit.captured import captured_recipes, is_further_cut, run
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call
 from recoup.measuring.unit.pace import ESTIMATED_PACE, USUAL_PACE, Pace, find_pace, time_plain_step
 from recoup.measuring.unit.recipes import Effort, large_behaviours
+from recoup.model.accumulation import UNREDUCED, Accumulates, read_accumulation
 from recoup.model.checks import check_model
 from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.conditions import recording
 from recoup.model.optimizers import Optimizers
 from recoup.model.recipe import KEEP, InnerForward, Recipe
 from recoup.model.replace_forward import intercepted, suspended
+from recoup.model.sharded import adds_in_place
 from recoup.model.slices import unit_names
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import UnitCall
@@ -66,7 +68,7 @@ def measure(
     optimizer: Optimizers | None = None,
     step: Callable[[], Any] | None = None,
     units: Units | Iterable[Units] | None = None,
-    accumulates: bool = False,
+    accumulates: Accumulates = False,
     holds_output: bool = True,
     unsafe: Mapping[str, str] | None = None,
     hardware: Hardware | str | Path | None = None,
@@ -90,7 +92,8 @@ def measure(
         optimizer: whose state counts, also before its first step; or several.
         step: a callable that runs a whole training step, instead of sample and loss.
         units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
-        accumulates: gradients are there when a step begins, because several backwards add up in them.
+        accumulates: gradients are there when a step begins, because several backwards add up in them; with FSDP2,
+            ``"unreduced"`` says that they are there in full, since only the last micro-batch reduces them.
         holds_output: whether the training loop holds the model's output through the backward, as
             ``output = model(x); loss_of(output).backward()`` does and ``model(x).loss.backward()`` does not.
         unsafe: by unit name, why it must be kept whatever the budget.
@@ -128,7 +131,6 @@ def measure(
             f"ranks={cluster.ranks} goes with hardware=: a measured model is divided already, or not at all."
         )
     inner, buckets = unwrapped_model(model), buckets_of(model, expected=False)
-    accumulates = accumulates or buckets.are_gradients
     settings = settings_to_take_over(model) if engine == "compiled" else ""
     with ExitStack() as stack:
         if engine != "eager":
@@ -136,6 +138,7 @@ def measure(
             stack.enter_context(uncompiled(model))
             inner = inner_model(inner)
         training = TrainingStep(inner, sample, loss=loss, step=step, optimizer=optimizer, buckets=buckets)
+        accumulates = read_accumulation(training, accumulates)
         if hardware is not None:
             found = find_hardware(hardware)
             measured = _estimate_step(training, found, units=units, accumulates=accumulates, unsafe=unsafe)
@@ -163,7 +166,7 @@ def begin_measurement(
 def measure_step(
     measurement: Measurement,
     *,
-    accumulates: bool,
+    accumulates: Accumulates,
     unsafe: Mapping[str, str],
     like: Profile | None = None,
     choose: Choose | None = None,
@@ -191,7 +194,7 @@ def _estimate_step(
     hardware: Hardware,
     *,
     units: Units | Iterable[Units] | None,
-    accumulates: bool,
+    accumulates: Accumulates,
     unsafe: Mapping[str, str],
 ) -> Measured:
     """Both on fake tensors. The model is copied, so nothing needs to be put back."""
@@ -235,7 +238,7 @@ class Measurement:
         """The indices of the calls to audit: one of each behaviour."""
         return set(_first_indices(seen.behaviour for seen in self.calls).values())
 
-    def run(self, accumulates: bool, unsafe: Mapping[str, str]) -> Measured:
+    def run(self, accumulates: Accumulates, unsafe: Mapping[str, str]) -> Measured:
         """Measures the bytes and seconds of one call of each kind."""
         step, calls = self.step, self.calls
         accumulates = accumulates or self.structure.accumulates
@@ -333,8 +336,10 @@ class Measurement:
         self, found: CostsByKind, recipes: Mapping[Kind, Sequence[Recipe]]
     ) -> list[CodeSeconds]:
         """Finds bytes and seconds of some kinds' recipes, for all ranks; returns those of the code between units."""
-        # Gathered parameters get gradients of their own, which are added to the shards' when they are reduced.
-        accumulates = found.accumulates and not self.step.shards
+        accumulates = bool(found.accumulates)
+        if self.step.shards:
+            # Gathered parameters get gradients of their own, which are added to others afterwards, or in place.
+            accumulates = found.accumulates == UNREDUCED and adds_in_place(self.step.shards.groups())
         sizes = self._measure_bytes({kind: found.first[kind] for kind in recipes}, recipes, accumulates)
         _progress(4)
         for kind, own in sizes.items():
@@ -387,7 +392,7 @@ class Measurement:
         run_once(call, captured, seen.wanted)
 
     def _measure_bytes(
-        self, first: Mapping[Kind, int], recipes: Mapping[Kind, Sequence[Recipe]], accumulates: bool
+        self, first: Mapping[Kind, int], recipes: Mapping[Kind, Sequence[Recipe]], accumulates: Accumulates
     ) -> dict[Kind, dict[Recipe, CallBytes]]:
         def measure(call: UnitCall) -> dict[Recipe, CallBytes]:
             seen = self.calls[call.index]

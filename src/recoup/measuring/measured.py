@@ -13,10 +13,11 @@ from recoup.measuring.problem.costs import StepCosts
 from recoup.measuring.problem.lifetimes import encode
 from recoup.measuring.problem.positions import positions_of
 from recoup.measuring.problem.shards import with_shards
+from recoup.model.accumulation import UNREDUCED
 from recoup.model.calls import class_of_module
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, Recipe
-from recoup.model.sharded import ShardGroup
+from recoup.model.sharded import ShardGroup, adds_in_place
 from recoup.planning import Problem
 from recoup.plans.profile import Profile, ProfiledUnit, Residents
 
@@ -82,16 +83,26 @@ class Measured:
         others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in sharded]
         gradient_bytes = sum(group.gradient_shard_bytes for group in self.groups)
         gradient_bytes += sum(p.nbytes for p in others)
-        return replace(costs.residents, gradient_bytes=gradient_bytes)
+        transient_bytes = costs.residents.optimizer_transient_bytes
+        if costs.accumulates == UNREDUCED:
+            # The optimizer finds them reduced.
+            freed_bytes = sum(group.waiting_bytes - group.gradient_shard_bytes for group in self.groups)
+            gradient_bytes += freed_bytes
+            transient_bytes = max(0, transient_bytes - freed_bytes)
+        return replace(
+            costs.residents, gradient_bytes=gradient_bytes, optimizer_transient_bytes=transient_bytes
+        )
 
     def _problem(self, costs: StepCosts, in_segments: bool) -> Problem:
         if not self.groups:
             return encode(costs)
         residents = self._residents(costs)
-        resident_bytes = residents.total_bytes + costs.accumulates * residents.gradient_bytes
+        resident_bytes = residents.total_bytes + bool(costs.accumulates) * residents.gradient_bytes
         positions = positions_of(costs)
+        # Whether a backward finds gradients in full.
+        accumulates = costs.accumulates == UNREDUCED and adds_in_place(self.groups)
         return with_shards(
-            encode(replace(costs, accumulates=False)),  # gradients in full are there in none of the two cases
+            encode(replace(costs, accumulates=accumulates)),
             positions,
             self.groups,
             resident_bytes=resident_bytes,

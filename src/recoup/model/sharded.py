@@ -14,7 +14,7 @@ NOTE [ Sharded models, unit by unit ]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,13 +24,22 @@ from torch import Tensor, nn
 
 from recoup.errors import SampleError
 from recoup.torch_private import (
+    add_unreduced_gradient,
     forget_gradients,
-    has_unreduced_gradients,
     shard_groups,
+    unreduced_gradients,
     without_modes,
 )
 
-__all__ = ["ShardGroup", "Shards", "class_before_sharding", "gather", "is_sharding", "owners_of"]
+__all__ = [
+    "ShardGroup",
+    "Shards",
+    "adds_in_place",
+    "class_before_sharding",
+    "gather",
+    "is_sharding",
+    "owners_of",
+]
 
 
 def _sharding_class() -> type | None:
@@ -107,6 +116,8 @@ class ShardGroup:
         becomes_share: whether that buffer becomes the share, where there are no gradients yet.
         copied_bytes: of shards that are copied to be gathered: to the device, or to another dtype.
         offloads: whether parameters, and the share of the gradients, live in host memory.
+        waiting_bytes: of gradients in full that wait to be reduced, where micro-batches before the last do not.
+        adds_in_place: whether a backward adds to these by itself: they have the dtype in which it computes.
         stays: whether they stay gathered between forward and backward.
         ahead_in_forward: numbers of the groups that are gathered ahead when the forward of this one begins.
         ahead_in_backward: the same for its backward; ``None`` for the group that was gathered before it.
@@ -125,6 +136,8 @@ class ShardGroup:
     copied_bytes: int = 0
     becomes_share: bool = False
     offloads: bool = False
+    waiting_bytes: int = 0
+    adds_in_place: bool = True
     ahead_in_forward: tuple[int, ...] = ()
     ahead_in_backward: tuple[int, ...] | None = None
 
@@ -138,6 +151,11 @@ class ShardGroup:
         if accumulates:
             return self.all_reduced_bytes
         return self.gradient_shard_bytes + (0 if self.becomes_share else self.all_reduced_bytes)
+
+
+def adds_in_place(groups: Iterable[ShardGroup]) -> bool:
+    """Whether backwards add to gradients in full that wait to be reduced."""
+    return all(group.adds_in_place for group in groups)
 
 
 class Shards:
@@ -261,20 +279,44 @@ class Shards:
         Raises:
             SampleError: gradients are not reduced, or those of earlier micro-batches wait for that.
         """
-        if not all(group.reduce_grads for group in self._groups):
+        if not self.reduces:
             raise SampleError(
                 "The model does not reduce gradients (set_requires_gradient_sync(False)): switch that on while it is"
-                " fitted, to a budget that leaves room for gradients in full, and off again for training."
+                ' fitted, and say accumulates="unreduced", which leaves room for gradients in full.'
             )
-        if self.has_unreduced_gradients():
+        if self.unreduced_gradients():
             raise SampleError(
                 "Gradients of earlier micro-batches wait to be reduced, and a step of a fit would take them: fit the"
                 " model before its first step, or after a backward that reduces them."
             )
 
-    def has_unreduced_gradients(self) -> bool:
-        """Whether gradients of earlier micro-batches wait to be reduced."""
-        return has_unreduced_gradients(self._groups)
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward reduces gradients."""
+        return all(group.reduce_grads for group in self._groups)
+
+    @contextmanager
+    def not_reducing(self) -> Iterator[None]:
+        """A block whose backwards leave gradients in full, for a later one to reduce."""
+        for group in self._groups:
+            group.reduce_grads = False
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group.reduce_grads = True
+
+    def unreduced_gradients(self) -> list[Tensor]:
+        """Those of earlier micro-batches that wait to be reduced."""
+        return unreduced_gradients(self._groups)
+
+    def make_unreduced_gradients(self) -> set[nn.Parameter]:
+        """Makes gradients in full, as micro-batches leave them that do not reduce, all zero; returns whose."""
+        forget_gradients(self._groups, self._states)
+        trained = [one for one in self._parameters() if one.sharded_param.requires_grad]
+        for one in trained:
+            add_unreduced_gradient(one)
+        return {one.sharded_param for one in trained}
 
     def originals(self) -> dict[int, Tensor]:
         """The parameters of the model, by the identity of what stands in for them while they are gathered."""
@@ -319,8 +361,8 @@ def _group(group: Any) -> ShardGroup:
     # On a mesh of hosts there is nothing to offload to.
     offloads = group.device.type != "cpu" and any(one.offload_to_cpu for one in group.fsdp_params)
     has_replicas = group.mesh_info.replicate_mesh_dim is not None
-    gathered = gradients = reduced = shards = sharing = all_reduced = 0
-    copies, becomes_share = [], not offloads
+    gathered = gradients = reduced = shards = sharing = all_reduced = waiting = 0
+    copies, becomes_share, adds_in_place = [], not offloads, True
     for one in group.fsdp_params:
         shard_size = one.padded_sharded_param_size.numel()
         computed = one.param_dtype or one.orig_dtype
@@ -340,6 +382,8 @@ def _group(group: Any) -> ShardGroup:
             if has_replicas:
                 all_reduced += shard_size * reduce_dtype.itemsize
             becomes_share &= reduce_dtype == one.orig_dtype
+            waiting += one._orig_size.numel() * reduce_dtype.itemsize
+            adds_in_place &= reduce_dtype == computed
     # One rank alone copies one parameter after the other.
     copied = sum(copies) if num_ranks > 1 else max(copies, default=0)
     return ShardGroup(
@@ -356,6 +400,8 @@ def _group(group: Any) -> ShardGroup:
         copied,
         becomes_share,
         offloads,
+        waiting,
+        adds_in_place,
     )
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import UnitError
+from recoup.model.accumulation import UNREDUCED, Accumulates
 from recoup.model.cut_graph import anchored
 from recoup.model.replace_forward import intercepted
 from recoup.model.slices import sliced, unit_names
@@ -157,7 +158,8 @@ class _Stream:
         self.handed: list[weakref.ref[_Mark]] = []
         self.is_inside = False
         self.has_ended = False
-        self.accumulates = self.has_stale = False
+        self.accumulates: Accumulates = False
+        self.has_stale = False
 
     def run(self) -> None:
         model = self.step.model
@@ -181,7 +183,7 @@ class _Stream:
                 if not self.has_ended and self.num_calls == 0:
                     self.has_stale = self._has_gradients()
                 if self.has_ended:
-                    self.accumulates = True
+                    self.accumulates = self.accumulates or True
                     with torch.no_grad():
                         return fn(*args, **kwargs)
                 if is_in_torch_checkpoint() or recomputes_itself(unit):
@@ -225,7 +227,8 @@ class _Stream:
             return False
         if self.step.step is None or self._reaches_model(loss):
             self.has_ended = True
-            self.accumulates = self._has_gradients()
+            # FSDP2: the step turns reductions on for its last micro-batch.
+            self.accumulates = self._has_gradients() if self.step.shards.reduces else UNREDUCED
             self.has_stale &= not self.accumulates
             self.visitor.end(loss, output)
             return False
@@ -256,7 +259,7 @@ class Streamed(NamedTuple):
         has_stale: whether those of the step before were there in the forward, and gone when the backward began.
     """
 
-    accumulates: bool
+    accumulates: Accumulates
     has_stale: bool
 
 

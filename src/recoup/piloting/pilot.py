@@ -271,6 +271,7 @@ class Autopilot:
             lives_bytes -= max(0, residents.optimizer_bytes - state_bytes)
         if profile.accumulates:
             gradients = [parameter.grad for parameter in self._model.parameters()]
+            gradients += self._state.unreduced_gradients()
             lives_bytes += min(residents.gradient_bytes, sum(storages_of(gradients).values()))
         return lives_bytes + self._room.free_bytes() - self._missed_bytes
 

@@ -97,9 +97,13 @@ class StepState:
         self._put_back_random_state = held_random_state()
         self._held = [(place, place.copy() if type(place) is dict else look(place)) for place in self._places]
         self._versions = versions_of(self._parameters)
-        self._has_unreduced = self._shards.has_unreduced_gradients()
+        self._has_unreduced = bool(self.unreduced_gradients())
         self._hold_tensors()
         self._gradients.hold()
+
+    def unreduced_gradients(self) -> list[Tensor]:
+        """Of FSDP2: those of earlier micro-batches that wait to be reduced."""
+        return self._shards.unreduced_gradients()
 
     def _hold_tensors(self) -> None:
         small: list[Tensor] = []

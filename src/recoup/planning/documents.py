@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from inspect import signature
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from recoup.errors import EncodingError, RecoupError
 
@@ -222,6 +222,10 @@ def _is_shape(item: Any) -> bool:
 
 _LEAVES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("a bool", lambda item: isinstance(item, bool)),
+    bool | Literal["unreduced"]: (
+        'a bool or "unreduced"',
+        lambda item: isinstance(item, bool) or item == "unreduced",
+    ),
     int: ("a int", _is_whole),
     float: ("a float", lambda item: isinstance(item, float) or _is_whole(item)),
     str: ("a str", lambda item: isinstance(item, str)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from recoup.model.accumulation import Accumulates
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import Recipe
 from recoup.planning import Backward, Forward, Keep, Plan, Problem, Schedule, Simulation, simulate
@@ -86,7 +87,7 @@ class Profile:
         units: every position of the step, in order; the last is the loss.
         problem: the same in numbers, as the planner reads it.
         residents: what lives for the whole step.
-        accumulates: whether gradients are there when a step begins.
+        accumulates: whether gradients are there when a step begins, and perhaps that they are not reduced by then.
         seconds_are_estimates: whether seconds were worked out for hardware that was not there, and not measured.
         ranks: over which parameters, gradients and optimizer state are divided.
         device_bytes: all the memory of the device; 0 if that is not known.
@@ -103,7 +104,7 @@ class Profile:
     units: tuple[ProfiledUnit, ...] = field(repr=False)
     problem: Problem = field(repr=False)
     residents: Residents
-    accumulates: bool = False
+    accumulates: Accumulates = False
     seconds_are_estimates: bool = False
     ranks: int = 1
     device_bytes: int = 0

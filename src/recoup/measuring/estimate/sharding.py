@@ -56,7 +56,7 @@ def sharded(profile: Profile, model: nn.Module, cluster: Cluster) -> Profile:
     else:
         residents = _residents(profile.residents, model, root, cluster.ranks)
         problem = _gathered(profile.problem, groups, cluster)
-    resident_bytes = residents.total_bytes + profile.accumulates * residents.gradient_bytes
+    resident_bytes = residents.total_bytes + bool(profile.accumulates) * residents.gradient_bytes
     problem = with_communication(problem.with_resident(resident_bytes), groups, root, cluster)
     return replace(profile, problem=problem, residents=residents, ranks=cluster.ranks)
 

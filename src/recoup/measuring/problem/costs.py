@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from recoup.measuring.stream.structure import Structure
 from recoup.measuring.unit.one_unit import CallBytes, CallSeconds
+from recoup.model.accumulation import Accumulates
 from recoup.model.recipe import Recipe
 from recoup.plans.profile import Residents
 
@@ -50,7 +51,7 @@ class StepCosts:
     options: tuple[tuple[RecipeCosts, ...], ...]
     code_seconds: tuple[CodeSeconds, ...]
     residents: Residents
-    accumulates: bool
+    accumulates: Accumulates
     once: frozenset[int]
     copied_bytes: tuple[Mapping[Recipe, int], ...]
     holds_output: bool = True

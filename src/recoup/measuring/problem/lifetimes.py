@@ -61,7 +61,7 @@ def encode(costs: StepCosts) -> Problem:
         for index, position in enumerate(positions)
     ]
     values = merged([*activations, *gradients.values, *_copies(costs, positions), *_shared(costs, positions)])
-    resident_bytes = costs.residents.total_bytes + costs.accumulates * costs.residents.gradient_bytes
+    resident_bytes = costs.residents.total_bytes + bool(costs.accumulates) * costs.residents.gradient_bytes
     return Problem(units, resident_bytes=resident_bytes, values=values)
 
 

@@ -30,6 +30,7 @@ from typing import NamedTuple
 from torch import nn
 
 from recoup.measuring.problem.positions import Position
+from recoup.model.accumulation import UNREDUCED, Accumulates
 from recoup.model.sharded import ShardGroup
 from recoup.planning import Option, Problem, Unit
 from recoup.planning.lifetimes import Lifetime, Phase, Use
@@ -53,6 +54,12 @@ class _Gathered:
     sharing: int = 0
     left: int = 0
     copied: int = 0
+    waiting: int = 0
+
+    @property
+    def reducing(self) -> int:
+        """Beside gradients that wait."""
+        return self.reduced + max(0 if self.waiting else self.gradients, self.sharing - self.waiting)
 
 
 def with_shards(
@@ -61,7 +68,7 @@ def with_shards(
     groups: Sequence[ShardGroup],
     *,
     resident_bytes: int,
-    accumulates: bool,
+    accumulates: Accumulates,
     in_segments: bool,
 ) -> Problem:
     """The problem of one rank, by NOTE [ Gathered parameters ].
@@ -89,18 +96,19 @@ def _inside(position: Position, groups: Sequence[ShardGroup]) -> list[int]:
     return [number for number, group in enumerate(groups) if modules.issuperset(group.modules)]
 
 
-def _sum(groups: Iterable[ShardGroup], *, accumulates: bool) -> _Gathered:
-    found = list(groups)
+def _sum(groups: Iterable[ShardGroup], *, accumulates: Accumulates) -> _Gathered:
+    found, is_unreduced = list(groups), accumulates == UNREDUCED
     return _Gathered(
         sum(group.gathered_bytes for group in found),
         sum(group.gathered_bytes for group in found if group.stays),
         sum(group.buffer_bytes for group in found),
         sum(num_bytes_of(p) for group in found for p in group.parameters if p.requires_grad),
-        sum(group.gradient_bytes for group in found),
+        sum(group.gradient_bytes for group in found if not (is_unreduced and group.adds_in_place)),
         sum(group.reduced_bytes for group in found),
         sum(group.sharing_bytes for group in found),
-        sum(group.left_bytes(accumulates=accumulates) for group in found),
+        sum(group.left_bytes(accumulates=bool(accumulates) and not is_unreduced) for group in found),
         sum(group.copied_bytes for group in found),
+        sum(group.waiting_bytes for group in found) if is_unreduced else 0,
     )
 
 
@@ -112,7 +120,11 @@ class _Row:
     """
 
     def __init__(
-        self, problem: Problem, inside: Sequence[list[int]], groups: Sequence[ShardGroup], accumulates: bool
+        self,
+        problem: Problem,
+        inside: Sequence[list[int]],
+        groups: Sequence[ShardGroup],
+        accumulates: Accumulates,
     ) -> None:
         self.inside, self._groups = inside, groups
         self._found = [_sum((groups[number] for number in own), accumulates=accumulates) for own in inside]
@@ -151,7 +163,7 @@ class _Row:
         return replace(
             unit,
             options=tuple(options),
-            parameter_gradient_bytes=own.left + outer_bytes,
+            parameter_gradient_bytes=(0 if own.waiting else own.left) + outer_bytes,
             runs_once=unit.runs_once or runs_once,
         )
 
@@ -174,7 +186,10 @@ class _Row:
 
     def _backward(self, index: int, option: Option, outer_bytes: int) -> int:
         own, outer, passing = self._found[index], self._outer, self._passing[index]
-        reduced_bytes = next((one.reduced for one in self._found[index + 1 :] if one.parameters), 0)
+        later = self._found[index + 1 :]
+        # Gradients that waited are gone when the last micro-batch has reduced them, and there in those before it.
+        freed_bytes = sum(one.waiting - one.left for one in later) if own.waiting or outer.waiting else 0
+        reduced_bytes = max(0, next((one.reduced for one in later if one.parameters), 0) - freed_bytes)
         ahead_bytes, copied_bytes = self._ahead_in_backward(index)
         running_bytes = own.parameters + ahead_bytes + reduced_bytes
         gathered_bytes = passing.output_gradients + running_bytes + copied_bytes
@@ -182,10 +197,11 @@ class _Row:
             later_bytes, _ = self._ahead_in_backward(index + 1)  # the own buffer among them
             copying_bytes = own.parameters + max(later_bytes, own.copied) + reduced_bytes
             gathered_bytes = max(gathered_bytes, passing.output_gradients + copying_bytes)
-        ending_bytes = own.reduced + max(own.gradients, own.sharing) + ahead_bytes
+        ending_bytes = own.reducing - freed_bytes + ahead_bytes
         if index == 0:
-            reducing_bytes = outer.reduced + max(0, outer.sharing - outer.gradients) - outer.parameters
-            ending_bytes = max(ending_bytes, reducing_bytes + own.left + outer_bytes)
+            reducing_bytes = outer.reducing - outer.gradients - outer.parameters
+            left_bytes = own.left - own.waiting - freed_bytes
+            ending_bytes = max(ending_bytes, reducing_bytes + left_bytes + outer_bytes)
         # What the unit held is freed by then.
         ending_bytes += passing.input_gradients - option.held_bytes - passing.read
         return max(option.scratch.backward + running_bytes, gathered_bytes, ending_bytes)

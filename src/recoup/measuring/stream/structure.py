@@ -18,6 +18,7 @@ from recoup.devices.tracker import MemoryTracker
 from recoup.errors import CheckpointError, LossError
 from recoup.measuring.stream.given_gradients import noting_gradients
 from recoup.measuring.stream.sections import Sections
+from recoup.model.accumulation import Accumulates
 from recoup.model.calls import kind_of_module
 from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
@@ -170,7 +171,7 @@ class Structure:
 
     calls: tuple[SeenCall, ...]
     tail: Tail
-    accumulates: bool
+    accumulates: Accumulates
     has_stale: bool = False
 
 
