@@ -17,6 +17,7 @@ import torch.distributed as dist
 from handmade import actions_of, keep, replay, segment
 from on_ranks import (
     NUM_BLOCKS,
+    WIDTH,
     Block,
     Net,
     assert_same,
@@ -503,6 +504,53 @@ def sharded_and_accumulating(rank: int) -> None:
     assert_same(found, expected)
     with pytest.raises(SampleError, match="accumulates must be True, False or 'unreduced'; got 'sometimes'"):
         recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates="sometimes")
+
+
+class _Decoder(nn.Module):
+    """Whose head is the last parameter of its root, and may share its weight with the embedding."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(300, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 300, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def sharded_in_groups(rank: int) -> None:
+    """Modules of several units that are gathered as one, or by themselves, or with the root: to the byte."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kept = {"reshard_after_forward": False}
+    ways: dict[str, tuple[bool, list[tuple[list[str], dict[str, bool]]]]] = {
+        "as transformers": (False, [(["embed"], {}), (["norm", "head"], kept)]),
+        "tied": (True, [(["norm", "embed", "head"], kept)]),
+        "gathered twice": (False, [(["norm", "head"], {})]),
+        "one by one": (False, [(["embed"], {}), (["norm"], {}), (["head"], {})]),
+        "the root": (False, []),
+    }
+    for settings, (way, (is_tied, groups)) in itertools.product(({}, _SETTINGS[3]), ways.items()):
+        for accumulates, size in ((False, 1), (False, 24), ("unreduced", 1)):
+            model = _Decoder(is_tied=is_tied)
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, **settings)
+            for names, others in groups:
+                fully_shard([model.get_submodule(name) for name in names], mesh=mesh, **settings, **others)
+            fully_shard(model, mesh=mesh, **settings)
+            tokens = torch.randint(300, (size, 16), generator=torch.Generator().manual_seed(rank))
+            fitted = recoup.fit(
+                model, tokens, budget="1GiB", loss=loss_of, accumulates=accumulates, race=False
+            )
+            assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes, (way, settings, size)
+            assert fitted.verification.gradients == "bit-equal"
 
 
 def sharded_inside_units(rank: int) -> None:

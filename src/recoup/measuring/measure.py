@@ -296,6 +296,7 @@ class Measurement:
             found.uncaptured,
             self.engine,
             groups,
+            self.step.loss is not None,
         )
 
     def _measure_chosen(self, found: CostsByKind, choose: Choose) -> None:

@@ -38,6 +38,7 @@ class Measured:
         uncaptured: by unit name, why a unit runs eagerly beside captured ones.
         engine: that units run on, where they can.
         groups: parameters that are gathered when they are needed.
+        loss_is_outside: whether a function makes the loss from the model's output.
     """
 
     model: nn.Module
@@ -49,6 +50,7 @@ class Measured:
     uncaptured: Mapping[str, str] = field(default_factory=dict)
     engine: str = "eager"
     groups: Sequence[ShardGroup] = ()
+    loss_is_outside: bool = False
 
     def profile(self, holds_output: bool, *, in_segments: bool = True) -> Profile:
         """The profile for a loop that holds the model's output through the backward, or does not.
@@ -108,6 +110,7 @@ class Measured:
             resident_bytes=resident_bytes,
             accumulates=costs.accumulates,
             in_segments=in_segments,
+            loss_is_outside=self.loss_is_outside,
         )
 
     def _units(self, costs: StepCosts) -> tuple[ProfiledUnit, ...]:

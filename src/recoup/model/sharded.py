@@ -116,6 +116,7 @@ class ShardGroup:
         becomes_share: whether that buffer becomes the share, where there are no gradients yet.
         copied_bytes: of shards that are copied to be gathered: to the device, or to another dtype.
         offloads: whether parameters, and the share of the gradients, live in host memory.
+        last_bytes: of the last gradient, which torch holds on to while the share is made.
         waiting_bytes: of gradients in full that wait to be reduced, where micro-batches before the last do not.
         adds_in_place: whether a backward adds to these by itself: they have the dtype in which it computes.
         stays: whether they stay gathered between forward and backward.
@@ -136,6 +137,7 @@ class ShardGroup:
     copied_bytes: int = 0
     becomes_share: bool = False
     offloads: bool = False
+    last_bytes: int = 0
     waiting_bytes: int = 0
     adds_in_place: bool = True
     ahead_in_forward: tuple[int, ...] = ()
@@ -145,6 +147,12 @@ class ShardGroup:
     def gradient_shard_bytes(self) -> int:
         """Of the rank's share of the gradients on the device."""
         return 0 if self.offloads else self.shard_bytes
+
+    def made_bytes(self, *, is_unreduced: bool) -> int:
+        """What is there when the share has been made, beside the buffer that it is reduced in."""
+        if is_unreduced and self.gradient_bytes:
+            return self.sharing_bytes + self.last_bytes * self.waiting_bytes // self.gradient_bytes
+        return self.sharing_bytes + self.last_bytes
 
     def left_bytes(self, *, accumulates: bool) -> int:
         """What its backward leaves on the device; less of it where a share was there before."""
@@ -347,7 +355,9 @@ class Shards:
             replace(
                 group,
                 ahead_in_forward=ahead(state._states_to_forward_prefetch),
-                ahead_in_backward=ahead(state._states_to_backward_prefetch) or None,
+                # Without parameters there is no place among the groups, and so none before it.
+                ahead_in_backward=ahead(state._states_to_backward_prefetch)
+                or (None if group.parameters else ()),
             )
             for state, group in found
         ]
@@ -361,7 +371,7 @@ def _group(group: Any) -> ShardGroup:
     # On a mesh of hosts there is nothing to offload to.
     offloads = group.device.type != "cpu" and any(one.offload_to_cpu for one in group.fsdp_params)
     has_replicas = group.mesh_info.replicate_mesh_dim is not None
-    gathered = gradients = reduced = shards = sharing = all_reduced = waiting = 0
+    gathered = gradients = reduced = shards = sharing = all_reduced = waiting = last = 0
     copies, becomes_share, adds_in_place = [], not offloads, True
     for one in group.fsdp_params:
         shard_size = one.padded_sharded_param_size.numel()
@@ -384,6 +394,7 @@ def _group(group: Any) -> ShardGroup:
             becomes_share &= reduce_dtype == one.orig_dtype
             waiting += one._orig_size.numel() * reduce_dtype.itemsize
             adds_in_place &= reduce_dtype == computed
+            last = one._orig_size.numel() * computed.itemsize if num_ranks > 1 else 0
     # One rank alone copies one parameter after the other.
     copied = sum(copies) if num_ranks > 1 else max(copies, default=0)
     return ShardGroup(
@@ -400,6 +411,7 @@ def _group(group: Any) -> ShardGroup:
         copied,
         becomes_share,
         offloads,
+        last,
         waiting,
         adds_in_place,
     )

@@ -34,7 +34,9 @@ from recoup.planning import Option, Problem, Unit
 from recoup.planning.lifetimes import SWEPT, Lifetime, Phase, Use, merged
 from recoup.planning.problem import Scratch
 
-__all__ = ["encode"]
+__all__ = ["SUMMED", "encode"]
+
+SUMMED = "gradients of parameters that are summed up"
 
 
 def encode(costs: StepCosts) -> Problem:
@@ -222,7 +224,7 @@ def _shared(costs: StepCosts, positions: list[Position]) -> Iterator[Lifetime]:
     for parameter, found in users.items():
         if costs.accumulates and len(found) > 1:
             made, read = Use(Phase.BACKWARD, found[-1]), (Use(Phase.BACKWARD, found[0]),)
-            yield Lifetime("gradient of parameters", sizes[parameter], made=made, read=read, in_scratch=True)
+            yield Lifetime(SUMMED, sizes[parameter], made=made, read=read, in_scratch=True)
 
 
 def _parameter_gradients(costs: StepCosts, positions: list[Position]) -> list[int]:

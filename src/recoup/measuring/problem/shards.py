@@ -10,25 +10,26 @@ NOTE [ Gathered parameters ]
        after it. Then the group before it is gathered ahead, and so are, in forwards too, the groups that
        the user has named. The buffer in which gradients are reduced lives until the next group's gradients are reduced.
     4. When a unit's backward ends, all that it held is freed, and its parameters. Its gradients are copied into that
-       buffer and freed, and then its share is made, perhaps in two dtypes.
+       buffer and freed, but for the last one, and then its share is made, perhaps in two dtypes.
     5. A group that stays gathered between forward and backward is a value with this lifetime. One that does not is a
        value from its first replay in a segment to its backward: it is not gathered twice.
     6. With replicas (hybrid sharding), the buffer in which their shares are summed up stays until the backward ends.
     7. Shards in host memory are copied to the device, gathered there, and the copies freed. The share of the gradients
        is made on the device, and does not stay there.
-    8. Groups outside units are taken for the root's, whose gradients stay in full until the backward ends.
+    8. A group of modules in several positions, as of ``fully_shard([norm, head])``, is gathered for the first of them.
+       It stays until the last has run, or until the backward of the first; gradients that others make wait for that.
+       Any group outside units is taken for the root's, whose gradients stay in full until the backward ends.
     9. Solvers cannot tell which units a plan replays in a row, and would count all of them (``additive_numbers``):
        there is a problem without such segments, which is exact, and one with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch import nn
-
+from recoup.measuring.problem.lifetimes import SUMMED
 from recoup.measuring.problem.positions import Position
 from recoup.model.accumulation import UNREDUCED, Accumulates
 from recoup.model.sharded import ShardGroup
@@ -38,7 +39,7 @@ from recoup.tensors import num_bytes_of
 
 __all__ = ["with_shards"]
 
-_NAME = "gathered parameters"
+_NAME, _WAITING = "gathered parameters", "gradients to be reduced"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def with_shards(
     resident_bytes: int,
     accumulates: Accumulates,
     in_segments: bool,
+    loss_is_outside: bool,
 ) -> Problem:
     """The problem of one rank, by NOTE [ Gathered parameters ].
 
@@ -80,20 +82,42 @@ def with_shards(
         resident_bytes: that are there for the whole step: of parameters, this rank's shards.
         accumulates: whether this rank's share of the gradients is there when a step begins.
         in_segments: whether units with parameters of their own may be replayed together.
+        loss_is_outside: whether the model's output is what the last position begins with.
     """
-    row = _Row(problem, [_inside(position, groups) for position in positions], groups, accumulates)
+    row = _Row(problem, positions, groups, accumulates, loss_is_outside)
     units = [
-        row.unit(unit, index, runs_once=bool(row.inside[index]) and not in_segments)
+        row.unit(unit, index, runs_once=index in row.once or (bool(row.begins[index]) and not in_segments))
         for index, unit in enumerate(problem.units)
     ]
-    values = [*problem.other_values, *row.values()]
+    values = [*map(row.in_full, problem.other_values), *row.values()]
     return Problem(units, resident_bytes=resident_bytes, links=problem.links, values=values)
 
 
-def _inside(position: Position, groups: Sequence[ShardGroup]) -> list[int]:
-    """Numbers of the groups whose parameters are all inside a position."""
-    modules: set[nn.Module] = set(position.seen.module.modules()) if position.seen else set()
-    return [number for number, group in enumerate(groups) if modules.issuperset(group.modules)]
+class _Waits(NamedTuple):
+    """Gradients that wait for the position with which their group is reduced.
+
+    Attributes:
+        made: by which position.
+        until: which position.
+        full: bytes, as the position that makes them counts them.
+        gradients: bytes that they take.
+    """
+
+    made: int
+    until: int
+    full: int
+    gradients: int
+
+
+def _waiting(positions: Sequence[Position], group: ShardGroup, until: int) -> Iterator[_Waits]:
+    wanted = {id(parameter) for parameter in group.parameters if parameter.requires_grad}
+    full_bytes = sum(num_bytes_of(parameter) for parameter in group.parameters if parameter.requires_grad)
+    for index, position in reversed(list(enumerate(positions))):
+        made = {one: size for one, size in position.parameters.items() if one in wanted}
+        wanted -= made.keys()
+        if made and index != until:
+            size = sum(made.values())
+            yield _Waits(index, until, size, size * group.gradient_bytes // full_bytes)
 
 
 def _sum(groups: Iterable[ShardGroup], *, accumulates: Accumulates) -> _Gathered:
@@ -105,7 +129,7 @@ def _sum(groups: Iterable[ShardGroup], *, accumulates: Accumulates) -> _Gathered
         sum(num_bytes_of(p) for group in found for p in group.parameters if p.requires_grad),
         sum(group.gradient_bytes for group in found if not (is_unreduced and group.adds_in_place)),
         sum(group.reduced_bytes for group in found),
-        sum(group.sharing_bytes for group in found),
+        sum(group.made_bytes(is_unreduced=is_unreduced) for group in found),
         sum(group.left_bytes(accumulates=bool(accumulates) and not is_unreduced) for group in found),
         sum(group.copied_bytes for group in found),
         sum(group.waiting_bytes for group in found) if is_unreduced else 0,
@@ -116,19 +140,48 @@ class _Row:
     """The positions of a step with their groups.
 
     Attributes:
-        inside: by position, the numbers of the groups inside it.
+        begins: by position, the numbers of the groups that are gathered for it.
+        once: positions that share a group with others, so that they cannot be replayed before their backwards.
     """
 
     def __init__(
         self,
         problem: Problem,
-        inside: Sequence[list[int]],
+        positions: Sequence[Position],
         groups: Sequence[ShardGroup],
         accumulates: Accumulates,
+        loss_is_outside: bool,
     ) -> None:
-        self.inside, self._groups = inside, groups
-        self._found = [_sum((groups[number] for number in own), accumulates=accumulates) for own in inside]
-        self._place = {number: index for index, own in enumerate(inside) for number in own}
+        #: From which position on, in the backward, the root gathers others ahead: with the model's output.
+        self._root_end = len(positions) - 2 * loss_is_outside
+        self._groups, self._is_unreduced = groups, accumulates == UNREDUCED
+        modules = [set(position.seen.module.modules()) if position.seen else set() for position in positions]
+        self.begins: list[list[int]] = [
+            [number for number, group in enumerate(groups) if inside.issuperset(group.modules)]
+            for inside in modules
+        ]
+        self._ends = [list(own) for own in self.begins]
+        self._place = {number: index for index, own in enumerate(self.begins) for number in own}
+        self._end = dict(self._place)
+        self._waits: list[_Waits] = []
+        self._spans: list[tuple[int, int, int]] = []
+        self.once: set[int] = set()
+        for number, group in enumerate(groups):
+            found = [index for index, inside in enumerate(modules) if not inside.isdisjoint(group.modules)]
+            is_inside = set(group.modules) <= set().union(*modules)
+            if number not in self._place and is_inside:
+                self._place[number], self._end[number] = found[0], found[-1]
+                if not group.stays:
+                    self._spans.append((found[0], found[-1], group.gathered_bytes))
+                    self.once.update(range(found[0], found[-1] + 1))
+                self.begins[found[0]].append(number)
+                self._ends[found[-1]].append(number)
+                if not (self._is_unreduced and group.adds_in_place):
+                    self._waits += _waiting(positions, group, found[0])
+        self._found, self._gathers = (
+            [_sum((groups[number] for number in own), accumulates=accumulates) for own in numbers]
+            for numbers in (self.begins, self._ends)
+        )
         others = (group for number, group in enumerate(groups) if number not in self._place)
         self._outer = _sum(others, accumulates=accumulates)
         self._passing = [_Passing.of(problem, index) for index in range(problem.num_units)]
@@ -143,13 +196,30 @@ class _Row:
             for phase, size in (Phase.FIRST, own.staying), (Phase.REPLAY, own.parameters - own.staying):
                 if size:
                     values.append(Lifetime(_NAME, size, made=Use(phase, index), read=read, in_scratch=True))
+        for first, last, size in self._spans:
+            for phase, begin, end in (Phase.FIRST, first, last), (Phase.BACKWARD, last, first):
+                read = (Use(phase, end),)
+                values.append(Lifetime(_NAME, size, made=Use(phase, begin), read=read, in_scratch=True))
+        for one in self._waits:
+            made, read = Use(Phase.BACKWARD, one.made), (Use(Phase.BACKWARD, one.until),)
+            values.append(Lifetime(_WAITING, one.gradients, made=made, read=read, in_scratch=True))
         return values
+
+    def in_full(self, value: Lifetime) -> Lifetime:
+        """A value; gradients that are summed up before they are added to others have the size of a share until here."""
+        if value.name != SUMMED:
+            return value
+        whole = _sum(self._groups, accumulates=False)
+        return replace(value, num_bytes=value.num_bytes * whole.gradients // whole.full)
 
     def unit(self, unit: Unit, index: int, *, runs_once: bool) -> Unit:
         """A unit with the bytes of its groups, and of those that are there while it runs."""
         own, outer = self._found[index], self._outer
         share = outer.gradients / outer.full if outer.full else 1.0
-        outer_bytes = max(0, round(share * (unit.parameter_gradient_bytes - own.full)))
+        full_bytes = own.full + sum(
+            (one.made == index) * one.full - (one.until == index) * one.full for one in self._waits
+        )
+        outer_bytes = max(0, round(share * (unit.parameter_gradient_bytes - full_bytes)))
         options = [
             replace(
                 option,
@@ -188,14 +258,17 @@ class _Row:
         own, outer, passing = self._found[index], self._outer, self._passing[index]
         later = self._found[index + 1 :]
         # Gradients that waited are gone when the last micro-batch has reduced them, and there in those before it.
-        freed_bytes = sum(one.waiting - one.left for one in later) if own.waiting or outer.waiting else 0
+        freed_bytes = sum(one.waiting - one.left for one in later) if self._is_unreduced else 0
         reduced_bytes = max(0, next((one.reduced for one in later if one.parameters), 0) - freed_bytes)
         ahead_bytes, copied_bytes = self._ahead_in_backward(index)
-        running_bytes = own.parameters + ahead_bytes + reduced_bytes
+        shared_bytes = own.parameters + sum(size for _, last, size in self._spans if last == index)
+        running_bytes = shared_bytes + ahead_bytes + reduced_bytes
+        running_bytes += sum(one.gradients for one in self._waits if one.until == index)
         gathered_bytes = passing.output_gradients + running_bytes + copied_bytes
-        if own.parameters > own.staying:
+        gathers = self._gathers[index]
+        if gathers.parameters > gathers.staying:
             later_bytes, _ = self._ahead_in_backward(index + 1)  # the own buffer among them
-            copying_bytes = own.parameters + max(later_bytes, own.copied) + reduced_bytes
+            copying_bytes = shared_bytes + max(later_bytes, gathers.copied) + reduced_bytes
             gathered_bytes = max(gathered_bytes, passing.output_gradients + copying_bytes)
         ending_bytes = own.reducing - freed_bytes + ahead_bytes
         if index == 0:
@@ -220,16 +293,16 @@ class _Row:
         end = len(self._found)
         targets: set[int] = set()
         for number, group in enumerate(self._groups):
-            place = self._place.get(number, end)
+            place = self._end.get(number, self._root_end)
             if place >= index and group.ahead_in_backward is not None:
                 targets.update(group.ahead_in_backward)
             elif place >= index:
-                earlier = (own for own in reversed(self.inside[:place]) if own)
+                earlier = (own for own in reversed(self._ends[:place]) if own)
                 targets.update(next(earlier, []))
         return _ahead(
             self._groups[one]
             for one in targets
-            if self._place.get(one, end) < index and not self._groups[one].stays
+            if self._end.get(one, end) < index and not self._groups[one].stays
         )
 
 
