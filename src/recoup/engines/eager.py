@@ -15,6 +15,7 @@ from recoup.checkpointing import process_lock
 from recoup.engines.by_policy import arrange
 from recoup.engines.by_size import Picker
 from recoup.engines.running import Gathering, Nesting, PlannedCall, Run
+from recoup.engines.waiting import Waiting
 from recoup.engines.watching import Watch
 from recoup.errors import ApplyError
 from recoup.model.caches import CachelessForward, cached_models
@@ -66,12 +67,21 @@ class _Engine(Nesting):
         """Drops the state of a step, before the next begins and after it has ended."""
         self.run = Run(self.items, self.recipes)
         self.num_calls: dict[nn.Module, int] = {}
+        self.waiting = Waiting()
+        self.last_unit = -1
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the step has not ended with the model's call: the plan has more, and no backward has begun."""
+        has_more = self.picker is None and self.last_unit < self.items[-1].last
+        return has_more and bool(self.waiting)
 
     def begin(self, root: _Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A step begins: under the plan for the size of its batch, if plans differ by it."""
+        """A call of the model begins: under the plan for the size of its batch, if plans differ by it."""
         if self.picker is not None:
             self.items = self.picker.items_for(root.original, args, kwargs)
-        self.reset()
+        if not self.goes_on:
+            self.reset()
         self.gathering.begin(root.module)
         if self.depth == 0:
             self.watch.before(root.module, root.original, args, kwargs)
@@ -95,7 +105,7 @@ class _Planned(StandIn):
 
 
 class _Root(_Planned):
-    """Stands in for the model's forward: each call is a step of its own."""
+    """Stands in for the model's forward: each call is a step of its own, unless the plan is for several."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -106,13 +116,16 @@ class _Root(_Planned):
         taken = process_lock.acquire()  # units that are kept draw from the same generators
         engine.depth += 1
         before, engine.watch.thread = engine.watch.thread, get_ident() if taken else engine.watch.thread
+        has_returned = False
         try:
             output = self.original(*args, **kwargs)
+            has_returned = True
         finally:
             engine.watch.thread = before
             engine.depth -= 1
             engine.items = items
-            engine.reset()
+            if not (has_returned and engine.goes_on):
+                engine.reset()
             if taken:
                 process_lock.release()
         if engine.depth == 0:
@@ -140,22 +153,26 @@ class _UnitForward(_Planned):
             return self.original(*args, **kwargs)
         if engine.watch.is_recomputed_by_others(self.module):
             return self.original(*args, **kwargs)
-        call = PlannedCall(self._unit(), self.module, self.original, engine, engine.gathering)
+        unit = engine.last_unit = self._unit()
+        call = PlannedCall(unit, self.module, self.original, engine, engine.gathering)
         if engine.depth or engine.watch.thread is None:
-            return engine.run(call, *args, **kwargs)
-        # A thread of the model's own, beside the one that runs the model.
-        with process_lock.shared(engine.watch.thread):
-            return engine.run(call, *args, **kwargs)
+            output = engine.run(call, *args, **kwargs)
+        else:
+            # A thread of the model's own, beside the one that runs the model.
+            with process_lock.shared(engine.watch.thread):
+                output = engine.run(call, *args, **kwargs)
+        if len(self.units) > 1:
+            engine.waiting.add(output)
+        return output
 
     def _unit(self) -> int:
         if len(self.units) == 1:
             return self.units[0]
         engine = self.engine
-        number = engine.num_calls.get(self.module, 0)
-        if number == len(self.units) and engine.depth == 0:
+        if engine.depth == 0 and not engine.waiting:
             # A step of the user's calls parts of the model, and never the model itself: a new step has begun.
-            engine.reset()
-            number = 0
+            engine.num_calls.clear()
+        number = engine.num_calls.get(self.module, 0)
         engine.num_calls[self.module] = number + 1
         return self.units[min(number, len(self.units) - 1)]
 

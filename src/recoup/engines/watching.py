@@ -3,8 +3,7 @@
 NOTE [ Leaving what was measured ]
     1. The root stand-in calls the model's `Watch` before and after each call with gradients. Each kind of difference
        from the plan's conditions gives one warning, which says what to do. Nothing else changes.
-    2. A `_Graph` is owned by hooks on the nodes that made the output. The hooks mark it when a backward reaches them,
-       and it is freed with the nodes. So a forward waits for its backward as long as its `_Graph` lives unmarked.
+    2. A forward waits for its backward as long as its mark does: NOTE [ Where a step ends ].
     3. Units in the other mode (train or eval) run plainly. That may be evaluation; a backward shows that it is not.
     4. A unit that is called inside torch's checkpoint, or inside a backward, is recomputed by other code. Both of its
        runs must save the same tensors, so both are plain.
@@ -19,7 +18,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.capture.run import is_capturing
+from recoup.engines.waiting import Mark, outputs_in, waits
 from recoup.errors import RecoupWarning
 from recoup.model.conditions import Conditions, autocast_of, input_shapes
 from recoup.model.tracing import is_recomputed_by_others, recomputes_itself
@@ -36,17 +36,17 @@ from recoup.torch_private import assume_constant_result, num_tensor_owners
 __all__ = ["Watch"]
 
 
-class _Graph:
-    """Stands for the graph of one forward, and lives as long as it."""
+class _Graph(Mark):
+    """The graph of a call of the model."""
 
-    __slots__ = ("__weakref__", "_outputs", "_planned_mode", "_watch", "has_run")
+    __slots__ = ("_outputs", "_planned_mode", "_watch")
 
     def __init__(self, watch: Watch, outputs: list[_Output], planned_mode: bool | None) -> None:
+        super().__init__()
         self._watch, self._outputs, self._planned_mode = watch, outputs, planned_mode
-        self.has_run = False
 
     def at_backward(self, gradients: Any) -> None:
-        """A hook of the nodes that made the output. The first one that runs marks the beginning of the backward."""
+        """The first of the hooks that runs marks the beginning of the backward."""
         if not self.has_run:
             self.has_run = True
             self._watch.at_backward(self._planned_mode, self._outputs)
@@ -113,7 +113,7 @@ class Watch:
         autocast = autocast_of(self._first_parameter(module))
         if autocast != measured.autocast:
             self._warn("autocast", _other_autocast(autocast, measured.autocast))
-        self._graphs = [graph for graph in self._graphs if _waits(graph())]
+        self._graphs = [graph for graph in self._graphs if waits(graph)]
         if len(self._graphs) >= measured.forwards:
             self._warn("forwards", _more_forwards(len(self._graphs) + 1, measured.forwards))
         if self._trained is None:
@@ -151,16 +151,14 @@ class Watch:
         measured = self.conditions
         if measured is None and self._here.planned_mode is None:
             return
-        outputs = list(_outputs(output))
+        outputs = list(outputs_in(output))
         if not outputs:
             return
-        nodes: set[Any] = {tensor.grad_fn for tensor in outputs}
         references = [weakref.ref(tensor) for tensor in outputs if tensor.numel() > 1]
         del outputs  # it refers to them
         watched = [] if self.holds_output else [_Output(one, output) for one in references]
         graph = _Graph(self, watched, self._here.planned_mode)
-        for node in nodes:
-            node.register_prehook(graph.at_backward)
+        graph.put_on(output)
         if self._here.planned_mode is None:
             self._graphs.append(weakref.ref(graph))
 
@@ -201,23 +199,8 @@ class Watch:
         return 0
 
 
-def _outputs(value: Any) -> Iterator[Tensor]:
-    """The tensors of an output that have a graph."""
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            yield value
-    else:
-        found = contents(value)
-        for item in () if found is None else found[1]:
-            yield from _outputs(item)
-
-
 def _nothing() -> None:
     """Stands for a weak reference whose object is gone."""
-
-
-def _waits(graph: _Graph | None) -> bool:
-    return graph is not None and not graph.has_run
 
 
 class _Output:
