@@ -180,7 +180,6 @@ def test_a_model_of_one_layer() -> None:
     model, x = nn.Linear(4, 4), torch.randn(8, 4)
     fitted = recoup.fit(model, x, budget="1MiB", loss=mean_square)
     assert fitted.plan.keeps_everything
-    assert not is_applied(model)
 
 
 # Budgets

@@ -408,10 +408,10 @@ def test_a_failing_fit_leaves_the_earlier_plan(monkeypatch: pytest.MonkeyPatch) 
 def test_fitting_again_replaces_the_plan() -> None:
     model, x = layered()
     profile = recoup.measure(model, x, loss=torch.sum)
-    before = traces(model)
     tight = recoup.fit(model, x, loss=torch.sum, budget=recoup.minimum_budget(profile) + 200)
     assert not tight.plan.keeps_everything
     loose = recoup.fit(model, x, loss=torch.sum, budget=profile.plain_bytes + 1000)
     assert loose.plan.keeps_everything
     assert loose.profile.plain_bytes == tight.profile.plain_bytes
-    assert traces(model) == before
+    # Only the model's own calls are watched.
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == [""]

@@ -108,6 +108,7 @@ def test_copies_and_pickles_have_a_place_of_their_own() -> None:
     in_threads([model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model])
 
 
+@pytest.mark.filterwarnings("ignore:A Cell is called more often")
 def test_a_backward_in_another_thread_runs_inner_units_plainly() -> None:
     """As on an accelerator, whose backwards have a thread of their own."""
 

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import recoup
+from recoup.devices.tracker import MemoryTracker
 from recoup.engines import Leaf, ModelPlan
 from recoup.errors import RecoupWarning
 from recoup.measuring import Profile, Recipe
-from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, RECOMPUTE
 
 
@@ -121,7 +121,8 @@ def test_a_larger_input_by_keyword_and_inside_a_container() -> None:
     model = Model()
     batch = {"inputs": X, "more": {"mask": X[0]}}
     profile = recoup.measure(model, batch, loss=torch.sum, accumulates=True)
-    assert profile.conditions == Conditions((("inputs", (16, 8)), ("more['mask']", (8,))))
+    assert profile.conditions is not None
+    assert profile.conditions.shapes == (("inputs", (16, 8)), ("more['mask']", (8,)))
     recoup.apply(model, recoup.plan(profile, recoup.minimum_budget(profile)))
     step(model, more={"mask": X[0], "of no interest": torch.zeros(1000)})
     with pytest.warns(
@@ -483,3 +484,89 @@ def test_old_profiles_are_read() -> None:
     old = replace(plan.profile, conditions=None)
     assert '"conditions"' not in old.to_json()
     assert Profile.from_json(old.to_json()) == old
+
+
+# Layers and calls that were not measured
+
+
+class Stack(nn.Module):
+    """Some of its layers, each several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.skipped, self.num_rounds = {0, 1}, 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.num_rounds):
+            for index, block in enumerate(self.blocks):
+                if index not in self.skipped:
+                    x = block(x)
+        return x
+
+
+def stack_with_plan(share: float) -> tuple[Stack, ModelPlan]:
+    model = Stack()
+    profile = recoup.measure(model, X, loss=torch.sum, accumulates=True)
+    low, high = recoup.minimum_budget(profile), profile.plain_bytes
+    plan = recoup.plan(profile, int(low + share * (high - low)))
+    recoup.apply(model, plan)
+    return model, plan
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_layer_that_was_skipped_is_recomputed(share: float) -> None:
+    model, plan = stack_with_plan(share)
+    assert plan.keeps_everything == (share == 1.0)
+    assert told(lambda: step(model)) == []
+    model.zero_grad()
+    model.skipped = {1}
+    with pytest.warns(RecoupWarning, match="A Block is called that the measured step skipped"):
+        step(model)
+    with MemoryTracker() as memory:
+        output = model.blocks[0](X)
+    assert memory.current_bytes == output.nbytes
+    found = [parameter.grad for parameter in model.parameters()]
+    recoup.remove(model).zero_grad()
+    step(model)
+    expected = [parameter.grad for parameter in model.parameters()]
+    assert all(a is b if a is None else torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_layer_that_is_called_more_often() -> None:
+    model, _ = stack_with_plan(0.0)
+    model.num_rounds = 1
+    assert told(lambda: step(model)) == []
+    model.num_rounds = 3
+    with pytest.warns(RecoupWarning, match=r"A Block is called more often than .* \(2 times\)"):
+        step(model)
+    assert told(lambda: step(model)) == []
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "dtype"])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_more_parameters_are_trained(change: str, share: float) -> None:
+    model = Model()
+    model.blocks[0].requires_grad_(change != "unfrozen")
+    profile = recoup.measure(model, X, loss=torch.sum, accumulates=True)
+    budget = recoup.minimum_budget(profile) if share == 0.0 else profile.plain_bytes
+    recoup.apply(model, recoup.plan(profile, budget))
+    assert told(lambda: step(model)) == []
+    if change == "dtype":
+        model.double()
+    model.requires_grad_()
+    # Not in every call, later on.
+    with pytest.warns(RecoupWarning, match=r"parameters that are trained have (6.50|13.0) KiB, and had"):
+        step(model, X.to(next(model.parameters()).dtype))
+
+
+def test_a_plan_that_keeps_everything_tells_too() -> None:
+    model = Model()
+    profile = recoup.measure(model, X, loss=torch.sum, accumulates=True)
+    plan = recoup.plan(profile, profile.plain_bytes)
+    assert plan.keeps_everything
+    recoup.apply(model, plan)
+    assert told(lambda: step(model)) == []
+    with pytest.warns(RecoupWarning, match="larger than the"):
+        step(model, torch.cat([X, X]))
+    assert told(lambda: torch.compile(model, backend="eager")(X)) == []

@@ -339,13 +339,13 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), random.random, np.random.rand])
-def test_layers_left_out_at_random_are_the_same_each_time(draw: Callable[[], float]) -> None:
+def test_layers_left_out_at_random_are_there_when_measured(draw: Callable[[], float]) -> None:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
     model, x = Dropping(draw), torch.randn(32, 6)
     profile = measure(model, x, units="blocks.*")
-    assert 1 < sum(not unit.is_code for unit in profile.units) < 7
+    assert {unit.module for unit in profile.units if unit.module} == {f"blocks.{index}" for index in range(6)}
     fitted = recoup.fit(
         model, x, budget=(recoup.minimum_budget(profile) + profile.plain_bytes) // 2, units="blocks.*"
     )

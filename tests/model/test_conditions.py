@@ -25,6 +25,7 @@ class Model(nn.Module):
 
 
 X = torch.randn(5, 4)
+TRAINED_BYTES = 4 * (4 * 6 + 6 + 6 * 2 + 2)
 
 
 def conditions_of(*args: Any, **kwargs: Any) -> Conditions:
@@ -38,7 +39,7 @@ def conditions_of(*args: Any, **kwargs: Any) -> Conditions:
 
 def test_a_sample() -> None:
     found = conditions_of(Model(), (X, torch.zeros(3)), loss=torch.sum)
-    assert found == Conditions((("x", (5, 4)), ("argument 1", (3,))))
+    assert found == Conditions((("x", (5, 4)), ("argument 1", (3,))), trained_bytes=TRAINED_BYTES)
     assert found.largest == {"x": 20, "argument 1": 3}
 
 
@@ -50,7 +51,7 @@ def test_keywords() -> None:
 def test_the_mode_and_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = conditions_of(Model().eval(), X, loss=lambda output: output.float().sum())
-    assert found == Conditions((("x", (5, 4)),), "bfloat16", training=False)
+    assert found == Conditions((("x", (5, 4)),), "bfloat16", training=False, trained_bytes=TRAINED_BYTES)
 
 
 def test_a_step_with_its_own_autocast() -> None:
@@ -72,7 +73,9 @@ def test_the_largest_of_several_forwards() -> None:
             model(torch.zeros(50, 4))
         (model(X[:2]).sum() + model(X).sum()).backward()
 
-    assert conditions_of(model, step=step) == Conditions((("x", (5, 4)),), forwards=2)
+    assert conditions_of(model, step=step) == Conditions(
+        (("x", (5, 4)),), forwards=2, trained_bytes=TRAINED_BYTES
+    )
 
 
 def test_estimates_record_it_too() -> None:

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import get_ident
 from typing import Any
 
-import torch
 from torch import nn
 
-from recoup.checkpointing import process_lock
 from recoup.engines.by_policy import arrange
 from recoup.engines.by_size import Picker
-from recoup.engines.running import Gathering, Nesting, PlannedCall, Run
-from recoup.engines.waiting import Waiting
+from recoup.engines.stand_ins import Engine, KeptRoot, Root, UnitForward, UnseenForward
 from recoup.engines.watching import Watch
 from recoup.errors import ApplyError
 from recoup.model.caches import CachelessForward, cached_models
 from recoup.model.calls import class_of_module
 from recoup.model.checks import check_model
 from recoup.model.conditions import Conditions
-from recoup.model.recipe import KEEP, InnerForward, Recipe
-from recoup.model.replace_forward import StandIn, install, installed, suspended, uninstall_plan
+from recoup.model.recipe import KEEP, RECOMPUTE, InnerForward, Recipe
+from recoup.model.replace_forward import install, installed, suspended, uninstall_plan
 from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
 from recoup.model.uncompile import inner_model, is_uncompiled, recompile, uncompile
 from recoup.model.units import Units
@@ -33,7 +29,7 @@ from recoup.plans.by_size.axes import Size
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
-from recoup.plans.tree import Item, Leaf, Segment, leaves_of
+from recoup.plans.tree import Leaf
 from recoup.policies import Policy
 
 __all__ = [
@@ -46,135 +42,6 @@ __all__ = [
     "remove",
     "units_by_module",
 ]
-
-
-class _Engine(Nesting):
-    """What the stand-ins of one model share: the plan, and the state of the step that this thread runs."""
-
-    def __init__(
-        self,
-        items: Sequence[Item],
-        recipes: dict[int, tuple[Recipe, ...]],
-        watch: Watch,
-        picker: Picker | None = None,
-    ) -> None:
-        self.items, self.recipes, self.watch, self.picker = tuple(items), recipes, watch, picker
-        self.gathering = Gathering()
-        self.depth = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Drops the state of a step, before the next begins and after it has ended."""
-        self.run = Run(self.items, self.recipes)
-        self.num_calls: dict[nn.Module, int] = {}
-        self.waiting = Waiting()
-        self.last_unit = -1
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the step has not ended with the model's call: the plan has more, and no backward has begun."""
-        has_more = self.picker is None and self.last_unit < self.items[-1].last
-        return has_more and bool(self.waiting)
-
-    def begin(self, root: _Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of the model begins: under the plan for the size of its batch, if plans differ by it."""
-        if self.picker is not None:
-            self.items = self.picker.items_for(root.original, args, kwargs)
-        if not self.goes_on:
-            self.reset()
-        self.gathering.begin(root.module)
-        if self.depth == 0:
-            self.watch.before(root.module, root.original, args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return _Engine, (self.items, self.recipes, self.watch, self.picker)
-
-
-class _Planned(StandIn):
-    """Stands in for a forward by the plan."""
-
-    def __init__(self, engine: _Engine, module: nn.Module) -> None:
-        super().__init__(module)
-        self.engine = engine
-
-    def run_traced(self, *args: Any, **kwargs: Any) -> Any:
-        """Warns that the plan is not in force where the model is compiled."""
-        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            self.engine.watch.at_compiling()
-        return self.original(*args, **kwargs)
-
-
-class _Root(_Planned):
-    """Stands in for the model's forward: each call is a step of its own, unless the plan is for several."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        engine = self.engine
-        items = engine.items
-        engine.begin(self, args, kwargs)
-        taken = process_lock.acquire()  # units that are kept draw from the same generators
-        engine.depth += 1
-        before, engine.watch.thread = engine.watch.thread, get_ident() if taken else engine.watch.thread
-        has_returned = False
-        try:
-            output = self.original(*args, **kwargs)
-            has_returned = True
-        finally:
-            engine.watch.thread = before
-            engine.depth -= 1
-            engine.items = items
-            if not (has_returned and engine.goes_on):
-                engine.reset()
-            if taken:
-                process_lock.release()
-        if engine.depth == 0:
-            engine.watch.after(output)
-        return output
-
-
-class _UnitForward(_Planned):
-    """Stands in for a unit's forward: runs each of its calls as the plan says."""
-
-    def __init__(
-        self, engine: _Engine, module: nn.Module, units: Sequence[int], *, training: bool | None
-    ) -> None:
-        super().__init__(engine, module)
-        self.training = training
-        """The mode that the plan is for; None for both."""
-        self.units = tuple(units)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        if engine.is_inside or not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        if self.training is not None and self.module.training != self.training:
-            engine.watch.at_unit_in_other_mode(self.training)
-            return self.original(*args, **kwargs)
-        if engine.watch.is_recomputed_by_others(self.module):
-            return self.original(*args, **kwargs)
-        unit = engine.last_unit = self._unit()
-        call = PlannedCall(unit, self.module, self.original, engine, engine.gathering)
-        if engine.depth or engine.watch.thread is None:
-            output = engine.run(call, *args, **kwargs)
-        else:
-            # A thread of the model's own, beside the one that runs the model.
-            with process_lock.shared(engine.watch.thread):
-                output = engine.run(call, *args, **kwargs)
-        if len(self.units) > 1:
-            engine.waiting.add(output)
-        return output
-
-    def _unit(self) -> int:
-        if len(self.units) == 1:
-            return self.units[0]
-        engine = self.engine
-        if engine.depth == 0 and not engine.waiting:
-            # A step of the user's calls parts of the model, and never the model itself: a new step has begun.
-            engine.num_calls.clear()
-        number = engine.num_calls.get(self.module, 0)
-        engine.num_calls[self.module] = number + 1
-        return self.units[min(number, len(self.units) - 1)]
 
 
 def apply(
@@ -229,7 +96,7 @@ def apply(
         found, items = arrange(model, plan, units=units, sample=sample, costs=costs)
         modules = {module: [index] for index, module in enumerate(found)}
         recipes: dict[int, tuple[Recipe, ...]] = dict.fromkeys(range(len(found)), (KEEP,))
-        engine = _Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))
+        engine = Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))
         modes: dict[nn.Module, bool] = {}
     else:
         _refuse_more(plan, units=units, sample=sample, costs=costs)
@@ -239,13 +106,16 @@ def apply(
         if by_size is not None and conditions is not None:
             conditions = replace(conditions, shapes=())  # the picker compares them
         watch = Watch(conditions, holds_output=profile.holds_output, gradients_fit=_gradients_fit(plan))
-        engine = _Engine(plan.items, recipes, watch, None if by_size is None else Picker(by_size))
+        engine = Engine(plan.items, recipes, watch, None if by_size is None else Picker(by_size))
         modes = {module: _mode(model, module, profile.conditions) for module in modules}
     remove(whole)
     if is_captured:
         uncompile(whole)
-    keeps_all = not _planned_units(engine)
+    keeps_all = not engine.planned()
     _install(model, engine, modules, modes, switches_caches=isinstance(plan, ModelPlan) or not keeps_all)
+    if isinstance(plan, ModelPlan) and plan.profile.conditions is not None:
+        for module, may_replay in _unseen(model, modules, plan.profile).items():
+            install(module, UnseenForward(engine, module, may_replay=may_replay))
     return whole
 
 
@@ -265,7 +135,7 @@ def kept(model: nn.Module, profile: Profile) -> Iterator[None]:
         index: (unit.recipes[0].kept,) for index, unit in enumerate(profile.units)
     }
     items = [Leaf(unit, 0) for unit in recipes]
-    engine = _Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))
+    engine = Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))
     with suspended(model):
         modes = {module: _mode(model, module, profile.conditions) for module in modules}
         _install(model, engine, modules, modes, switches_caches=False)
@@ -277,31 +147,33 @@ def kept(model: nn.Module, profile: Profile) -> Iterator[None]:
 
 def _install(
     model: nn.Module,
-    engine: _Engine,
+    engine: Engine,
     modules: dict[nn.Module, list[int]],
     modes: dict[nn.Module, bool],
     *,
     switches_caches: bool,
 ) -> None:
-    planned = _planned_units(engine)
+    planned = engine.planned()
     _install_units(model, engine, modules, modes, planned)
     if switches_caches:
         for cached in cached_models(model):
             install(cached, CachelessForward(cached))
     if planned:
-        install(model, _Root(engine, model))
+        install(model, Root(engine, model))
+    elif engine.watch.conditions is not None:
+        install(model, KeptRoot(engine, model))
 
 
 def _install_units(
     model: nn.Module,
-    engine: _Engine,
+    engine: Engine,
     modules: dict[nn.Module, list[int]],
     modes: dict[nn.Module, bool],
     planned: dict[int, tuple[str, ...]],
 ) -> None:
     touched = {module: units for module, units in modules.items() if planned.keys() & set(units)}
     for module, units in touched.items():
-        install(module, _UnitForward(engine, module, units, training=modes.get(module)))
+        install(module, UnitForward(engine, module, units, training=modes.get(module)))
         for name in {name for unit in units for name in planned.get(unit, ())}:
             inner = module.get_submodule(name)
             if not isinstance(vars(inner).get("forward"), InnerForward):
@@ -373,15 +245,26 @@ def units_by_module(model: nn.Module, profile: Profile) -> dict[nn.Module, list[
     return found
 
 
-def _planned_units(engine: _Engine) -> dict[int, tuple[str, ...]]:
-    """Units that are not simply kept, each with the modules inside that any of its recipes checkpoints."""
-    planned: dict[int, tuple[str, ...]] = {}
-    for item in engine.items if engine.picker is None else engine.picker.all_items():
-        for leaf in leaves_of([item]):
-            recipe = engine.recipes[leaf.unit][leaf.option]
-            if isinstance(item, Segment) or recipe != KEEP:
-                planned[leaf.unit] = (*planned.get(leaf.unit, ()), *recipe.inner)
-    return planned
+def _unseen(model: nn.Module, modules: dict[nn.Module, list[int]], profile: Profile) -> dict[nn.Module, bool]:
+    """Modules beside units of their class that the measured step did not call; for each, whether it may be replayed."""
+    inside = {child for unit in modules for child in unit.modules()}
+    found: dict[nn.Module, bool] = {}
+    for container in model.modules():
+        if not isinstance(container, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        safe: dict[type[nn.Module], bool] = {}
+        for child in container.children():
+            for unit in (profile.units[index] for index in modules.get(child, ())):
+                kind = class_of_module(child)
+                safe[kind] = safe.get(kind, True) and not unit.unsafe and RECOMPUTE in unit.recipes
+        for child in container.children():
+            if (
+                class_of_module(child) in safe
+                and child not in inside
+                and modules.keys().isdisjoint(child.modules())
+            ):
+                found[child] = safe[class_of_module(child)]
+    return found
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -413,5 +296,5 @@ def is_applied(model: nn.Module) -> bool:
 
 def picked_size(model: nn.Module) -> Size | None:
     """The size of the batch that a model under plans by size was last called with; ``None`` before the first."""
-    pickers = [one.engine.picker for one in installed(model) if isinstance(one, _Root)]
+    pickers = [one.engine.picker for one in installed(model) if isinstance(one, Root)]
     return next((picker.size for picker in pickers if picker is not None), None)

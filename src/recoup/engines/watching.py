@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from recoup.capture.run import is_capturing
 from recoup.engines.waiting import Mark, outputs_in, waits
 from recoup.errors import RecoupWarning
-from recoup.model.conditions import Conditions, autocast_of, input_shapes
+from recoup.model.conditions import Conditions, autocast_of, input_shapes, trained_bytes_of
 from recoup.model.tracing import is_recomputed_by_others, recomputes_itself
+from recoup.sizes import format_bytes
 from recoup.tensors import contents, positional_names
 from recoup.torch_private import assume_constant_result, num_tensor_owners
 
@@ -51,6 +52,10 @@ class _Graph(Mark):
             self.has_run = True
             self._watch.at_backward(self._planned_mode, self._outputs)
             self._outputs = []
+
+
+_ALWAYS, _SELDOM = 8, 64
+"""Of the calls of a model, the first few, and later every so many, in which all its parameters are looked at."""
 
 
 class _Here(threading.local):
@@ -85,6 +90,7 @@ class Watch:
         """The thread that runs the model now."""
         self._parameter: Callable[[], Tensor | None] = _nothing
         self._trained: list[weakref.ref[nn.Parameter]] | None = None
+        self._num_calls = 0
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("conditions", "holds_output", "gradients_fit")
@@ -116,6 +122,11 @@ class Watch:
         self._graphs = [graph for graph in self._graphs if waits(graph)]
         if len(self._graphs) >= measured.forwards:
             self._warn("forwards", _more_forwards(len(self._graphs) + 1, measured.forwards))
+        self._num_calls += 1
+        if measured.trained_bytes and (self._num_calls <= _ALWAYS or self._num_calls % _SELDOM == 0):
+            trained_bytes = trained_bytes_of(module)
+            if trained_bytes > measured.trained_bytes:
+                self._warn("trained", _more_trained(trained_bytes, measured.trained_bytes))
         if self._trained is None:
             self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
         if not self.gradients_fit[0] and self._has_gradients():
@@ -186,6 +197,19 @@ class Watch:
         if found:
             self._warn("checkpoint", _CHECKPOINTED)
         return found
+
+    def is_in_force(self, unit: nn.Module) -> bool:
+        """Whether a unit is in the mode of the measured step."""
+        return self.conditions is not None and unit.training == self.conditions.training
+
+    def at_more_calls(self, unit: nn.Module, measured: int) -> None:
+        """A unit is called more often in a step than it was measured."""
+        if self.is_in_force(unit):
+            self._warn("calls", _more_calls(type(unit).__name__, measured))
+
+    def at_unseen(self, module: nn.Module) -> None:
+        """A module is called that the measured step did not call, beside others of its class that it did."""
+        self._warn("unseen", _UNSEEN.format(type(module).__name__))
 
     def at_unit_in_other_mode(self, planned: bool) -> None:
         """A unit is called with gradients and runs plainly; its plan is for training mode, or not."""
@@ -283,6 +307,21 @@ def _more_forwards(now: int, measured: int) -> str:
     )
 
 
+def _more_trained(now_bytes: int, measured_bytes: int) -> str:
+    return (
+        f"The parameters that are trained have {format_bytes(now_bytes)}, and had {format_bytes(measured_bytes)} when"
+        " the plan was measured: some need gradients now that did not, or have another dtype. The step may pass the"
+        " budget: fit the model again."
+    )
+
+
+def _more_calls(name: str, measured: int) -> str:
+    return (
+        f"A {name} is called more often than in the measured step ({'once' if measured == 1 else f'{measured} times'}),"
+        " so the step may pass the budget: fit the model with a sample with which it does the most."
+    )
+
+
 def _other_mode(training: bool) -> str:
     measured, now = ("train", "eval") if training else ("eval", "train")
     return (
@@ -291,6 +330,10 @@ def _other_mode(training: bool) -> str:
     )
 
 
+_UNSEEN = (
+    "A {} is called that the measured step skipped, so the step may pass the budget; it is recomputed where that is"
+    " safe. Fit the model with a sample, or in a state, with which it skips the fewest of its layers."
+)
 _CHECKPOINTED = (
     "Units of the plan run inside checkpoints of the model's own, where the plan is not in force: switch those off (for"
     " models of transformers, model.activation_checkpointing_disable(); for trainers, activation_checkpointing=False;"

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup.model.sharded import is_sharding
 from recoup.tensors import contents, positional_names, working_device
 
-__all__ = ["Conditions", "Recorder", "autocast_of", "input_shapes", "recording"]
+__all__ = ["Conditions", "Recorder", "autocast_of", "input_shapes", "recording", "trained_bytes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Conditions:
         forwards: number of calls of the model with gradients in a step.
         training: whether the model was in training mode.
         stale_gradients: whether gradients of the step before were there in the forward, and gone in the backward.
+        trained_bytes: of parameters that need gradients; 0 if that is not known, or FSDP2 divides them.
 
     >>> Conditions((("x", (8, 64)),)).largest
     {'x': 512}
@@ -36,6 +38,7 @@ class Conditions:
     forwards: int = 1
     training: bool = True
     stale_gradients: bool = False
+    trained_bytes: int = 0
 
     @property
     def largest(self) -> dict[str, int]:
@@ -63,6 +66,13 @@ def _shapes_in(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
     elif (found := contents(value)) is not None:
         for key, item in zip(*found, strict=True):
             yield from _shapes_in(f"{name}[{key!r}]", item)
+
+
+def trained_bytes_of(model: nn.Module) -> int:
+    """The bytes of a model's parameters that need gradients; 0 if FSDP2 divides them."""
+    if is_sharding(model):
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def autocast_of(parameter: Tensor | None) -> str:
@@ -99,7 +109,9 @@ class Recorder:
         if not torch.is_grad_enabled():
             return
         autocast = autocast_of(next(model.parameters(), None))
-        found = self.conditions or Conditions(autocast=autocast, forwards=0, training=model.training)
+        found = self.conditions or Conditions(
+            autocast=autocast, forwards=0, training=model.training, trained_bytes=trained_bytes_of(model)
+        )
         shapes = dict(found.shapes)
         for name, shape in input_shapes(self._names, args, kwargs):
             if name not in shapes or shape.numel() > prod(shapes[name]):
@@ -114,8 +126,8 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     >>> model = nn.Linear(3, 2)
     >>> with recording(model) as recorder:
     ...     output = model(torch.zeros(5, 3))
-    >>> recorder.conditions
-    Conditions(shapes=(('input', (5, 3)),), autocast='', forwards=1, training=True, stale_gradients=False)
+    >>> recorder.conditions.shapes, recorder.conditions.forwards, recorder.conditions.trained_bytes
+    ((('input', (5, 3)),), 1, 32)
     """
     recorder = Recorder(model)
     handle = model.register_forward_pre_hook(recorder, with_kwargs=True)

@@ -13,6 +13,7 @@ from recoup.measuring.problem.costs import CodeSeconds
 from recoup.measuring.stream.structure import Structure, look
 from recoup.measuring.stream.timing import time_code
 from recoup.model.calls import ModuleCall, class_of_module, watch_calls
+from recoup.model.depth import deepest
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall
 from recoup.model.undo import undone
@@ -40,8 +41,11 @@ class Passes:
 
     def __init__(self, step: TrainingStep, meter: Meter, wanted: Units | Iterable[Units] | None) -> None:
         self.step, self.meter = step, meter
-        self.put_back_random_state = held_random_state()
+        put_back_random_state = held_random_state()
         root = watch_calls(step)
+        put_back_random_state()
+        root = deepest(step, root)
+        self.put_back_random_state = held_random_state()
         self.units = choose_units(root) if wanted is None else find_units(root, wanted)
         self.inside: dict[nn.Module, list[nn.Module]] = {}
         self._root, self._may_split = root, wanted is None
