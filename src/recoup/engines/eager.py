@@ -63,8 +63,9 @@ def apply(
     everything changes nothing.
 
     With a plan, a training call that leaves what was measured gives a `RecoupWarning`, once of each kind: larger
-    inputs, other autocast, another mode, more forwards before a backward, checkpoints of the model's own, an output
-    that is held, gradients that are there when a forward begins.
+    inputs, other autocast, another mode, more forwards before a backward, more calls of a unit, layers that were
+    skipped, more parameters that are trained, checkpoints of the model's own, an output that is held, gradients that
+    are there when a forward begins.
 
     With a policy nothing is measured, and no budget is promised. It decides about the units that `measure` would find,
     in the order in which the model registers them; what runs between them is kept.
