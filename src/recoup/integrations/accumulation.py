@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from recoup.model.accumulation import UNREDUCED, Accumulates
+from typing import Any, Literal
 
 __all__ = ["accumulation_of"]
 
 
-def accumulation_of(accelerator: Any, num_steps: int) -> Accumulates:
+def accumulation_of(accelerator: Any, num_steps: int) -> bool | Literal["unreduced"]:
     """What is there when one of several micro-batches begins: its ``no_sync`` reduces in the last one only.
 
     Args:
@@ -18,4 +16,4 @@ def accumulation_of(accelerator: Any, num_steps: int) -> Accumulates:
     """
     if num_steps == 1:
         return False
-    return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")) or UNREDUCED
+    return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")) or "unreduced"
