@@ -8,13 +8,17 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from autopilot_checks import FailAt
+from everyday.subjects import checkpoint_layers
 from on_ranks import assert_same, local
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import recoup
+from recoup.errors import UnitError
 from recoup.ranks import find_ranks
 
 
@@ -112,10 +116,18 @@ def trainer_with_a_sharded_model(rank: int) -> None:
     dist.barrier()
     tokens = torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(1))
 
+    def load() -> Any:
+        config = DistributedConfig(fsdp_size=2)
+        return LlamaForCausalLM.from_pretrained(folders[0], distributed_config=config, dtype=torch.float32)
+
+    model = load().train()
+    checkpoint_layers(model)
+    with pytest.raises(UnitError, match="checkpoint"):
+        recoup.fit(model, {"input_ids": tokens[:4], "labels": tokens[:4]}, budget="1GiB")
+
     def run(*callbacks: Any, **options: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        config = DistributedConfig(fsdp_size=2)
-        model = LlamaForCausalLM.from_pretrained(folders[0], distributed_config=config, dtype=torch.float32)
+        model = load()
         arguments = TrainingArguments(
             tempfile.mkdtemp(),
             per_device_train_batch_size=4,
