@@ -12,7 +12,6 @@ from slowly import slow_but
 from torch import Tensor, nn
 
 import recoup
-from recoup.engines import is_applied
 from recoup.errors import BudgetError, RecoupWarning
 
 LARGE = 1024
@@ -127,7 +126,7 @@ def test_a_budget_in_which_the_plain_step_fits_is_not_refused() -> None:
     losses, plain_bytes, _ = run(dropping)
     fitted_losses, peak, fitted = run(dropping, plain_bytes + 4096, holds_output=False)
     assert fitted is not None
-    assert not is_applied(fitted.model)
+    assert fitted.plan.keeps_everything
     assert fitted_losses == losses
     assert peak <= plain_bytes + 4096
     # By default the plan may be careful, but not refuse.

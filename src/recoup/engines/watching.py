@@ -56,6 +56,8 @@ class _Graph(Mark):
 
 _ALWAYS, _SELDOM = 8, 64
 """Of the calls of a model, the first few, and later every so many, in which all its parameters are looked at."""
+_NOTED_GROWTH = 1.05
+"""A few rows more of an embedding are no reason for a warning."""
 
 
 class _Here(threading.local):
@@ -125,7 +127,7 @@ class Watch:
         self._num_calls += 1
         if measured.trained_bytes and (self._num_calls <= _ALWAYS or self._num_calls % _SELDOM == 0):
             trained_bytes = trained_bytes_of(module)
-            if trained_bytes > measured.trained_bytes:
+            if trained_bytes > _NOTED_GROWTH * measured.trained_bytes:
                 self._warn("trained", _more_trained(trained_bytes, measured.trained_bytes))
         if self._trained is None:
             self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
