@@ -85,7 +85,7 @@ class TrainingStep:
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
         #: Gives the first of some runs the random numbers that all begin with; by default, those that come next.
-        self.begin: Callable[[], None] = _nothing
+        self.begin: Callable[[], None] | None = None
         #: Whether a step begins with gradients of the step before.
         self.leaves_gradients = False
         #: Whether a step of the user's has called `torch.autograd.grad`, which stops at the cuts around units.
@@ -126,7 +126,8 @@ class TrainingStep:
             reached=self.reached,
             writes=self.writes,
         ):
-            self.begin()
+            if self.begin is not None:
+                self.begin()
             try:
                 yield
             finally:
@@ -266,10 +267,6 @@ class TrainingStep:
     def _trained(self) -> list[Tensor]:
         owned = [p for one in (self.model, *self.reached.modules) for p in gradient_owners(one)]
         return [tensor for tensor in (*owned, *self.reached.leaves) if tensor.requires_grad]
-
-
-def _nothing() -> None:
-    pass
 
 
 _STEP_IN_PIECES = (
