@@ -354,6 +354,53 @@ class TestWhatCannotBeCaptured:
         assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
 
 
+class Gated(Unit):
+    """Its backward, as generated code, writes into what the forward saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.nn.functional.silu(self.a(x)) * self.b(x)).view(2, 2, 8)
+
+
+class TestRetainedGraphs:
+    def make(self, engine: str, saves: tuple[str, ...] | None) -> tuple[nn.Module, Any, Tensor, Any]:
+        module = Gated()
+        (x,), _ = given = module.given()
+        run = at(module, Cut(engine, captured(module, given, engine).digest, saves))
+        run(x).sum().backward()  # compiles the backward, for graphs that are not retained
+        x.grad = None
+        return module, run, x, [x, *module.parameters()]
+
+    @pytest.mark.parametrize("engine", ["captured", "compiled"])
+    @pytest.mark.parametrize("saves", [None, ()])
+    def test_every_backward_finds_what_the_forward_saved(self, engine: str, saves: Any) -> None:
+        _, run, x, trained = self.make(engine, saves)
+        expected = torch.autograd.grad(run(x).square().sum(), trained)
+        loss = run(x).square().sum()
+        for retains in (True, True, False):
+            found = torch.autograd.grad(loss, trained, retain_graph=retains)
+            assert all(map(torch.equal, found, expected))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, trained)
+
+    def test_a_graph_that_is_not_retained_takes_no_copies(self) -> None:
+        _, run, x, trained = self.make("compiled", None)
+        peaks = []
+        for retains in (False, True):
+            loss = run(x).sum()
+            with MemoryTracker() as memory:
+                torch.autograd.grad(loss, trained, retain_graph=retains)
+            peaks.append(memory.peak_bytes)
+        assert peaks[0] < peaks[1]
+
+    @pytest.mark.parametrize("engine", ["captured", "compiled"])
+    def test_a_backward_through_gradients(self, engine: str) -> None:
+        _, run, x, trained = self.make(engine, None)
+        gradients = torch.autograd.grad(run(x).square().sum(), trained, create_graph=True)
+        assert all(map(torch.equal, gradients, torch.autograd.grad(run(x).square().sum(), trained)))
+        with pytest.raises(CaptureError, match=r"create_graph=True.*engine='eager'"):
+            gradients[0].sum().backward()
+
+
 class Tiny(Unit):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.b(torch.sin(self.a(x))))

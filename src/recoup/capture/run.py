@@ -27,12 +27,14 @@ from recoup.capture.cut import Cut
 from recoup.capture.graph import UnitGraph, sized_by_values
 from recoup.capture.partition import draw_as_eager, partition
 from recoup.errors import CaptureError, RecoupError, RecoupWarning
+from recoup.tensors import each_tensor
 from recoup.torch_private import (
     backend_of_generated_code,
     backend_of_operations,
     compiler_errors,
     graphs_uncached,
     is_compiler_off,
+    let_run_again,
     many_compilations,
     too_many_compilations,
 )
@@ -140,9 +142,13 @@ def run_cut(
         known = _functions[function, cut] = _compiled(cut, partial(partition, cut))
     try:
         with refusing():
-            return _call(known, function, module, args, kwargs)
+            output = _call(known, function, module, args, kwargs)
     except CaptureError as error:
         reason = str(error)
+    else:
+        for tensor in each_tensor(output):
+            let_run_again(tensor, refuse=_refuse_double_backward)
+        return output
     owner = getattr(forward, "__self__", forward)
     warnings.warn(
         f"A unit of class {type(owner).__name__} runs eagerly in this call, and may take more memory than planned:"
@@ -152,6 +158,13 @@ def run_cut(
     )
     # Not while the error is handled: the user's own code may fail as well, and its error is raised as it is.
     return eager(*args, **kwargs)
+
+
+def _refuse_double_backward(_: Any) -> None:
+    raise CaptureError(
+        "A backward runs through gradients of units that run as captured graphs (create_graph=True, as for a gradient"
+        " penalty), which torch's compiler cannot do: fit the model with engine='eager'."
+    )
 
 
 @contextmanager
