@@ -32,8 +32,10 @@ push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 top_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 set_grad_enabled = torch._C._set_grad_enabled
-# Which backward runs on this thread (-1: none), which of its nodes, and what to do when that backward ends.
+# Which backward runs on this thread (-1: none), whether it was told to retain the graph, which of its nodes runs, and
+# what to do when that backward ends.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+is_graph_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
@@ -183,6 +185,65 @@ def backend_of_generated_code(partitioner: Any, settings: dict[str, Any]) -> Cal
             return compile_fx(module, inputs, config_patches=settings)
 
     return compile
+
+
+_MOST_VIEWS = 3
+"""Of an output that is a view, this many nodes are looked at for that of compiled code."""
+
+
+def let_run_again(output: Tensor, refuse: Callable[[Any], None]) -> None:
+    """Lets the backward of compiled code run with ``retain_graph=True``.
+
+    torch refuses that once a backward was compiled for one run, since generated code writes into saved tensors (donated
+    buffers). Here a backward that retains the graph gets copies of them. With ``donated_buffer=False`` for all
+    backwards, the one of a gated feed-forward would take more memory.
+
+    Args:
+        output: of the code; nothing is done where its backward was let run again before.
+        refuse: called before a backward through the gradients (double backward), which torch cannot run.
+    """
+    function = _compiled_function(output)
+    if function is None or hasattr(function, "runs_again_for_recoup"):
+        return
+    from torch._functorch import config
+
+    once, twice = function._backward_impl, function._double_backward
+
+    def run(ctx: Any, arguments: list[Any]) -> Any:
+        if not is_graph_retained():
+            return once(ctx, arguments)
+        for index in function.metadata.bw_donated_idxs or ():
+            arguments[index] = _copied_with_storage(arguments[index])
+        with config.patch(donated_buffer=False):
+            return once(ctx, arguments)
+
+    def run_with_graph(*args: Any) -> Any:
+        gradients = twice(*args)
+        made = (one.grad_fn for one in gradients if isinstance(one, Tensor) and one.grad_fn is not None)
+        if (above := next(made, None)) is not None:
+            above.register_prehook(refuse)
+        return gradients
+
+    function._backward_impl, function._double_backward = staticmethod(run), staticmethod(run_with_graph)
+    function.runs_again_for_recoup = True
+
+
+def _compiled_function(output: Tensor) -> Any:
+    """The function whose output it is, or a view of it; None if the compiler did not make it."""
+    node: Any = output.grad_fn
+    for _ in range(_MOST_VIEWS):
+        function = getattr(node, "_forward_cls", None)
+        if hasattr(function, "_backward_impl") and hasattr(function, "_double_backward"):
+            return function
+        node = node.next_functions[0][0] if node is not None and node.next_functions else None
+    return None
+
+
+def _copied_with_storage(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, also where elements overlap or have gaps: generated code relies on them."""
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage: Any = tensor.untyped_storage().clone()
+    return copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def all_compiler_settings(compiled: Any) -> dict[str, Any] | None:

@@ -71,6 +71,13 @@ class Counting(Unit):
         return self.b(z)
 
 
+class Constant(Unit):
+    """Its code makes a tensor of a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x) / torch.sqrt(torch.tensor(4.0))))
+
+
 class InPlace(Unit):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
@@ -175,6 +182,7 @@ PLAIN = (
     FeedForward,
     Normalized,
     Counting,
+    Constant,
     InPlace,
     ViewOutput,
     InputOutput,

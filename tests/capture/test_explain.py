@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture import blocks
-from capture.blocks import FeedForward, TwoDropouts, Unit
+from capture.blocks import Constant, FeedForward, TwoDropouts, Unit
 from capture.cuts import captured
 from torch import Tensor
 
@@ -73,6 +73,20 @@ def test_a_dropout_s_mask_is_kept_and_its_result_made_again() -> None:
     assert found["native_dropout"].fate == "kept"
     assert found["native_dropout"].num_bytes == ROWS * WIDTH  # one byte for each number
     assert (found["getitem"].operation, found["getitem"].fate) == ("aten.native_dropout", "recomputed")
+
+
+def test_a_constant_is_no_operation() -> None:
+    module = Constant()
+    graph = captured(module, module.given())
+    found = {one.name: one.operation for one in fates_of(graph, Cut("captured", graph.digest, ()))}
+    assert found == {
+        "addmm": "aten.addmm",
+        "lift_fresh_copy": "aten.lift_fresh_copy",
+        "sqrt": "aten.sqrt",
+        "div": "aten.div.Tensor",
+        "tanh": "aten.tanh",
+        "addmm_1": "aten.addmm",
+    }
 
 
 class Rectified(Unit):

@@ -26,6 +26,7 @@ from recoup.capture.cut import Cut
 from recoup.capture.run import capture, graph_of
 from recoup.checkpointing import Checkpoint
 from recoup.errors import CaptureError, RecoupWarning
+from recoup.measuring import MemoryTracker
 
 pytestmark = [
     # The compiler looks at the gradients of what it is given.
@@ -214,6 +215,27 @@ class TestNested:
         }
 
 
+@torch.library.custom_op("recoup_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """A copy, which has other strides than its fake has if there are six rows."""
+    return x.t().clone(memory_format=torch.contiguous_format).t() if len(x) == 6 else x.clone()
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+turned.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Turning(Unit):
+    """The compiler takes the reshape for a view; with six rows it is a copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(turned(self.a(x)).reshape(-1))
+
+
 class TestWhatCannotBeCaptured:
     def test_a_graph_break(self) -> None:
         class Breaking(Unit):
@@ -263,11 +285,54 @@ class TestWhatCannotBeCaptured:
         odd = (given[0], {"is_odd": True})
         expected = step(module, module.forward, odd)
         with pytest.warns(
-            RecoupWarning, match=r"class Sometimes runs eagerly.*could not capture this call \("
+            RecoupWarning, match=r"class Sometimes runs eagerly.*compiler cannot capture it \("
         ):
             ours = step(module, at(module, cut), odd)
         assert_equal(ours, expected, cut)
         assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
+    def test_a_graph_that_does_not_run(self) -> None:
+        module = Turning()
+        with pytest.raises(CaptureError, match=r"its graph does not run \(view size is not compatible"):
+            captured(module, ((torch.randn(6, 8, requires_grad=True),), {}))
+
+    def test_a_call_whose_graph_does_not_run(self) -> None:
+        module = Turning()
+        cut = Cut("captured", captured(module, module.given()).digest, ())
+        given = ((torch.randn(6, 8, requires_grad=True),), {})
+        expected = step(module, module.forward, given)
+        with pytest.warns(
+            RecoupWarning, match=r"class Turning runs eagerly.*its graph does not run \(view size"
+        ):
+            ours = step(module, at(module, cut), given)
+        assert_equal(ours, expected, cut)
+
+    def test_an_error_of_the_user_s_own_is_raised_as_it_is(self) -> None:
+        class Looking(Unit):
+            def forward(self, x: Tensor, index: Tensor) -> Tensor:
+                return torch.tanh(self.a(x))[index]
+
+        module, x = Looking(), torch.randn(4, 8, requires_grad=True)
+        cut = Cut("captured", captured(module, ((x, torch.tensor([1, 3])), {})).digest, ())
+        with (
+            pytest.warns(RecoupWarning, match="class Looking runs eagerly"),
+            pytest.raises(IndexError, match="index 4 is out of bounds") as caught,
+        ):
+            at(module, cut)(x, torch.tensor([1, 4]))
+        assert caught.value.__context__ is None
+        assert caught.traceback[-1].name == "forward"
+
+    def test_memory_that_runs_out_is_no_reason_to_run_eagerly(self) -> None:
+        module = FeedForward()
+        args, _ = module.given()
+        cut = Cut("captured", captured(module, module.given()).digest, ())
+        run = at(module, cut)
+        run(*args)  # nothing is compiled while bytes are counted
+        with (
+            MemoryTracker(limit_bytes=4 * 8 * 4),
+            pytest.raises(torch.OutOfMemoryError, match="the limit is"),
+        ):
+            run(*args)
 
     def test_under_a_counter_of_flops(self) -> None:
         """Nothing compiled runs under a mode of others: the unit runs eagerly, and every operation is counted."""
@@ -287,6 +352,53 @@ class TestWhatCannotBeCaptured:
         given = module.given()
         cut = Cut("captured", "of another process", ("addmm",))
         assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
+
+class Gated(Unit):
+    """Its backward, as generated code, writes into what the forward saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.nn.functional.silu(self.a(x)) * self.b(x)).view(2, 2, 8)
+
+
+class TestRetainedGraphs:
+    def make(self, engine: str, saves: tuple[str, ...] | None) -> tuple[nn.Module, Any, Tensor, Any]:
+        module = Gated()
+        (x,), _ = given = module.given()
+        run = at(module, Cut(engine, captured(module, given, engine).digest, saves))
+        run(x).sum().backward()  # compiles the backward, for graphs that are not retained
+        x.grad = None
+        return module, run, x, [x, *module.parameters()]
+
+    @pytest.mark.parametrize("engine", ["captured", "compiled"])
+    @pytest.mark.parametrize("saves", [None, ()])
+    def test_every_backward_finds_what_the_forward_saved(self, engine: str, saves: Any) -> None:
+        _, run, x, trained = self.make(engine, saves)
+        expected = torch.autograd.grad(run(x).square().sum(), trained)
+        loss = run(x).square().sum()
+        for retains in (True, True, False):
+            found = torch.autograd.grad(loss, trained, retain_graph=retains)
+            assert all(map(torch.equal, found, expected))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, trained)
+
+    def test_a_graph_that_is_not_retained_takes_no_copies(self) -> None:
+        _, run, x, trained = self.make("compiled", None)
+        peaks = []
+        for retains in (False, True):
+            loss = run(x).sum()
+            with MemoryTracker() as memory:
+                torch.autograd.grad(loss, trained, retain_graph=retains)
+            peaks.append(memory.peak_bytes)
+        assert peaks[0] < peaks[1]
+
+    @pytest.mark.parametrize("engine", ["captured", "compiled"])
+    def test_a_backward_through_gradients(self, engine: str) -> None:
+        _, run, x, trained = self.make(engine, None)
+        gradients = torch.autograd.grad(run(x).square().sum(), trained, create_graph=True)
+        assert all(map(torch.equal, gradients, torch.autograd.grad(run(x).square().sum(), trained)))
+        with pytest.raises(CaptureError, match=r"create_graph=True.*engine='eager'"):
+            gradients[0].sum().backward()
 
 
 class Tiny(Unit):

@@ -396,3 +396,29 @@ def test_the_best_engine_is_raced() -> None:
         fit("90KiB")
     assert 90 * 1024 < caught.value.smallest_bytes < 105 * 1024  # that of generated code; others need 114 KiB
     assert not is_applied(model)
+
+
+def test_the_best_engine_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nobody knows takes an engine out of the race; alone, or in eager code, it is raised as it is."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(64, 16)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("in the compiler\nand more")
+
+    monkeypatch.setattr("recoup.measuring.unit.captured.cuts_of", fail)
+
+    def fit(engine: str) -> Any:
+        return recoup.fit(model, x, budget="125KiB", loss=lambda y: y.square().mean(), engine=engine)
+
+    fitted = fit("best")
+    assert fitted.profile.engine == "eager"
+    failures = [one.failure for one in fitted.engines]
+    assert failures == ["", *["ZeroDivisionError: in the compiler"] * 2]
+    assert "engine='captured' was tried, and has no plan: ZeroDivisionError" in " ".join(str(fitted).split())
+    recoup.remove(model)
+    with pytest.raises(ZeroDivisionError, match="and more"):
+        fit("captured")
+    monkeypatch.setattr("recoup.fitting.one_fit.audit_step", fail)
+    with pytest.raises(ZeroDivisionError, match="and more"):
+        fit("best")

@@ -241,6 +241,54 @@ def mean_of_all(self: Any, x: Tensor) -> Tensor:
     return torch.stack(outputs).mean(0)
 
 
+class Expanded(nn.Module):
+    """Returns a view of its own parameter, for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24))
+
+    def forward(self, num_rows: int) -> Tensor:
+        return self.weight.expand(num_rows, -1)
+
+
+class Held(nn.Module):
+    """Returns a part of a buffer, a tensor that is neither, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.randn(5, 24))
+        self.other = torch.randn(7, 24)
+        self.weight = nn.Parameter(torch.randn(1, 24))
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rows[:1], self.other[2:3], self.weight
+
+
+class Times(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y.tanh()
+
+
+def added_at_once(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.a(self.view(len(x)) + x).tanh())
+
+
+def multiplied_later(self: Any, x: Tensor) -> Tensor:
+    """The largest backward, a's, runs while the gradient of the view waits."""
+    view = self.view(len(x))
+    return self.times(self.b(self.a(x)), view[:, :24])
+
+
+def held_by_the_module(self: Any, x: Tensor) -> Tensor:
+    rows, other, weight = self.held()
+    return self.b(self.a(x + rows * other).tanh()) * weight
+
+
+def around_a_view(**others: nn.Module) -> dict[str, nn.Module]:
+    return {"a": nn.Linear(24, 400), "b": nn.Linear(400, 24), **others}
+
+
 def with_scale() -> nn.Module:
     model = Body(scaled, a=nn.Linear(24, 40), b=nn.Linear(40, 7))
     model.scale = nn.Parameter(torch.rand(ROWS, 40))
@@ -283,6 +331,11 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
         collecting, a=nn.Linear(24, 40), b=nn.Dropout(0.5), c=nn.Dropout(0.2)
     ),
     "one leaf": lambda: nn.Linear(24, 5),
+    "a view of a parameter": lambda: Body(added_at_once, **around_a_view(view=Expanded())),
+    "a view of a parameter, whose gradient waits": lambda: Body(
+        multiplied_later, **around_a_view(view=Expanded(), times=Times())
+    ),
+    "tensors that the module holds": lambda: Body(held_by_the_module, **around_a_view(held=Held())),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -71,7 +72,9 @@ def _run_by_forward(graph: UnitGraph) -> set[Node]:
 
 
 def _operation(node: Node) -> str:
-    name = str(node.target if node.target.__class__.__name__ == "OpOverload" else node.args[0].target)  # type: ignore[union-attr]
+    # A dropout's result, made from its mask, is a part of what the operation returns.
+    made_by = node.args[0] if node.target is operator.getitem else node
+    name = str(made_by.target)  # type: ignore[union-attr]
     return name.removesuffix(".default")
 
 

@@ -3,7 +3,7 @@
 NOTE [ What is a value, and what an operation ]
     1. A value is a storage: views of a result are the same value, and cost nothing to make again.
     2. What does not depend on a gradient of an output belongs to the forward. What the rest reads is needed.
-    3. Arguments and parameters live anyway, and so do the unit's outputs, which its caller has.
+    3. Arguments, parameters and constants live anyway, and so do the unit's outputs, which its caller has.
     4. An operation that draws random numbers is never run again: its results are kept. A dropout counts as two
        operations: one draws the mask, and the other makes the result from it, which can be made again.
     5. An operation that decides (top-k indices, a comparison of floating-point values), or that the user keeps, is not
@@ -42,6 +42,8 @@ __all__ = [
 
 DROPOUT = torch.ops.aten.native_dropout.default
 _RANDOM = torch.Tag.nondeterministic_seeded
+_GIVEN = ("placeholder", "get_attr")
+"""Nodes that no operation makes: arguments and parameters, and constants in the unit's code (`torch.tensor(4.0)`)."""
 
 
 def is_random(node: Node) -> bool:
@@ -193,9 +195,9 @@ class _Reader:
         needed: set[int] = set()
         most_bytes = max(ALWAYS_KEPT_BYTES, self._output_bytes() // SHARE)
         for node in self.graph.nodes:
-            if node.op == "placeholder" and node not in later:
+            if node.op in _GIVEN and node not in later:
                 self._values(node)
-            elif node.op in ("call_function", "get_attr") and node not in later:
+            elif node.op == "call_function" and node not in later:
                 inputs = {value for read in node.all_input_nodes for value in self._values(read)}
                 outputs = [value for value in self._values(node) if value not in inputs]
                 made = tuple(value for value in outputs if self.makers[value] in (node, *node.users))
@@ -215,7 +217,7 @@ class _Reader:
             elif node.op != "output":
                 reads = [read for read in node.all_input_nodes if read not in later]
                 needed |= {value for read in reads for value in self._values(read)}
-        resident = {value for value, node in enumerate(self.makers) if node.op in ("placeholder", "get_attr")}
+        resident = {value for value, node in enumerate(self.makers) if node.op in _GIVEN}
         resident |= {value for node in self.outputs if node not in later for value in self._values(node)}
         return UnitGraph(
             digest_of(self.graph),

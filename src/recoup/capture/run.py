@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -25,18 +26,20 @@ from torch.fx import GraphModule
 from recoup.capture.cut import Cut
 from recoup.capture.graph import UnitGraph, sized_by_values
 from recoup.capture.partition import draw_as_eager, partition
-from recoup.errors import CaptureError, RecoupWarning
+from recoup.errors import CaptureError, RecoupError, RecoupWarning
+from recoup.tensors import each_tensor
 from recoup.torch_private import (
     backend_of_generated_code,
     backend_of_operations,
     compiler_errors,
     graphs_uncached,
     is_compiler_off,
+    let_run_again,
     many_compilations,
     too_many_compilations,
 )
 
-__all__ = ["capture", "graph_of", "is_capturing", "run_cut"]
+__all__ = ["capture", "graph_of", "is_capturing", "refusing", "run_cut"]
 
 _numbers = count()
 _functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
@@ -74,7 +77,7 @@ def capture(
     The forward runs, under the engine's own cut.
 
     Raises:
-        CaptureError: the compiler cannot capture the forward in one graph.
+        CaptureError: the compiler cannot capture the forward in one graph, or the graph does not run.
     """
     found: list[UnitGraph] = []
     cut = Cut(engine, "", settings=settings)
@@ -94,13 +97,10 @@ def capture(
 
     run = _compiled(cut, see)
     function, module = _unbound(forward)
-    try:
-        with graphs_uncached(), warnings.catch_warnings():
-            # Where a backward cannot be captured, autograd prints a traceback beside the compiler's error.
-            warnings.filterwarnings("ignore", message="Error detected in .*")
-            _call(run, function, module, args, kwargs)
-    except compiler_errors() as error:
-        raise CaptureError(f"torch's compiler cannot capture it ({_reason(error)})") from error
+    with refusing(), graphs_uncached(), warnings.catch_warnings():
+        # Where a backward cannot be captured, autograd prints a traceback beside the compiler's error.
+        warnings.filterwarnings("ignore", message="Error detected in .*")
+        _call(run, function, module, args, kwargs)
     if not found:
         raise CaptureError("nothing in it needs a gradient")
     graph = _graphs[engine, found[0].digest] = found[0]
@@ -122,8 +122,9 @@ def run_cut(
 ) -> Any:
     """Runs a unit's forward under a cut.
 
-    Where the compiler cannot capture the call, as in a shape that it has not seen, it runs eagerly, with a warning.
-    Under a mode that watches operations, such as torch's counter of FLOPs, it runs eagerly as well.
+    Where the compiler cannot capture the call, as in a shape that it has not seen, or where the graph fails, the call
+    runs eagerly, with a warning. Under a mode that watches operations, such as torch's counter of FLOPs, it runs
+    eagerly as well.
 
     Args:
         cut: of its graph.
@@ -140,16 +141,53 @@ def run_cut(
     if known is None:
         known = _functions[function, cut] = _compiled(cut, partial(partition, cut))
     try:
-        return _call(known, function, module, args, kwargs)
-    except compiler_errors() as error:
-        owner = getattr(forward, "__self__", forward)
-        warnings.warn(
-            f"A unit of class {type(owner).__name__} runs eagerly, and may take more memory than planned: torch's"
-            f" compiler could not capture this call ({_reason(error)}).",
-            RecoupWarning,
-            stacklevel=2,
+        with refusing():
+            output = _call(known, function, module, args, kwargs)
+    except CaptureError as error:
+        reason = str(error)
+    else:
+        for tensor in each_tensor(output):
+            let_run_again(tensor, refuse=_refuse_double_backward)
+        return output
+    owner = getattr(forward, "__self__", forward)
+    warnings.warn(
+        f"A unit of class {type(owner).__name__} runs eagerly in this call, and may take more memory than planned:"
+        f" {reason}.",
+        RecoupWarning,
+        stacklevel=2,
+    )
+    # Not while the error is handled: the user's own code may fail as well, and its error is raised as it is.
+    return eager(*args, **kwargs)
+
+
+def _refuse_double_backward(_: Any) -> None:
+    raise CaptureError(
+        "A backward runs through gradients of units that run as captured graphs (create_graph=True, as for a gradient"
+        " penalty), which torch's compiler cannot do: fit the model with engine='eager'."
+    )
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turns what a graph raises, while it is compiled or when it runs, into a `CaptureError`.
+
+    A graph may fail where eager code runs: where a kernel returns other strides than torch's fake tensors foresee, a
+    view of its result is refused. Memory that runs out is raised as it is.
+    """
+    try:
+        yield
+    except (RecoupError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        cause = _innermost(error)
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise cause from None
+        what = (
+            "torch's compiler cannot capture it"
+            if isinstance(error, compiler_errors())
+            else "its graph does not run"
         )
-        return eager(*args, **kwargs)
+        raise CaptureError(f"{what} ({_reason(cause)})") from error
 
 
 def _call(run: Callable[..., Any], *args: Any) -> Any:
@@ -188,9 +226,14 @@ def _call_alone(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause."""
+def _innermost(error: BaseException) -> BaseException:
+    """The first of all causes."""
     while (cause := getattr(error, "inner_exception", None) or error.__cause__) is not None:
         error = cause
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

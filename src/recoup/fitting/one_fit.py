@@ -22,6 +22,7 @@ from recoup.engines.verify import Verification, VerifiedSize, verify_step
 from recoup.errors import (
     BudgetError,
     OverBudgetError,
+    RecoupError,
     SampleError,
     UnitError,
     VerificationError,
@@ -109,7 +110,12 @@ class Fitting:
                 fitted[self.engine] = self.run(units, budget_bytes, verifies=verifies)
             except (BudgetError, VerificationError, torch.OutOfMemoryError) as error:
                 failed[self.engine] = error
-        failures = {engine: str(error) for engine, error in failed.items()}
+            except Exception as error:
+                # Of the user's code, or of the compiler, which another engine may not need.
+                if isinstance(error, RecoupError) or self.engine == "eager":
+                    raise
+                failed[self.engine] = error
+        failures = {engine: _in_words(error) for engine, error in failed.items()}
         try:
             if not fitted:
                 raise min(failed.values(), key=lambda error: getattr(error, "smallest_bytes", sys.maxsize))
@@ -336,6 +342,13 @@ class Fitting:
             return self._try(chosen)
         except torch.OutOfMemoryError:
             return 0
+
+
+def _in_words(error: Exception) -> str:
+    """Why an engine has no plan; errors of others may be long, and may not say what they are."""
+    if isinstance(error, (RecoupError, torch.OutOfMemoryError)):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
 
 
 def _with_surprise(chosen: ModelPlan, peak_bytes: int) -> Profile:

@@ -424,6 +424,7 @@ class Measurement:
                 wanted=seen.wanted,
                 as_views=seen.wait_as_views,
                 begins_with_views=seen.begins_with_views,
+                resident=seen.resident_outputs,
             )
         except (torch.OutOfMemoryError, CheckpointError):
             pass

@@ -198,3 +198,26 @@ def test_a_step_that_accumulates() -> None:
 
     training = TrainingStep(model, step=step)
     assert look(training, [model[0]], CpuMeter(), {}).accumulates
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10))
+
+    def forward(self, num_rows: int) -> Tensor:
+        return self.weight.expand(num_rows, -1)
+
+
+def test_a_view_of_a_parameter_has_a_gradient_but_no_bytes() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        view = self.view(len(x))
+        return self.b(self.a(x) * view).sum()
+
+    structure = seen(Body(forward, view=Expanded(), **layers()), torch.randn(5, 6))
+    view, a, b = structure.calls
+    assert (sizes(view.outputs), sizes(view.gradients)) == ([0], [A])
+    assert (view.resident_outputs, a.resident_outputs) == ((True,), (False,))
+    assert b.code.gives_gradients == view.gradients | a.gradients
+    # The product saves what a made, and the parameter, which is resident.
+    assert sizes(b.code.saved) == [A]

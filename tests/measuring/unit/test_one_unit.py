@@ -283,3 +283,9 @@ def test_a_recomputing_backward_runs_the_forward_again() -> None:
     assert len(calls) == 1
     backward()
     assert len(calls) == 2
+
+
+def test_a_view_of_a_parameter_is_no_output_of_its_own() -> None:
+    unit = Body(lambda self, x: (self.weight.expand(4, -1), x + 1))
+    found = measured(unit, resident=(True, False))
+    assert (found.output_bytes, found.held_bytes, found.holds_outputs) == (X, 0, (False, False))

@@ -101,7 +101,8 @@ class SeenCall:
         numbers: of the storages of all tensors among its arguments, in their order; None for what is resident.
         remade: storages among its arguments that it is given as other tensors than units handed on: as views of them.
         outputs: storages that it hands on.
-        output_numbers: of the storages of all tensors among its outputs, in their order; None for what is resident.
+        output_numbers: of the storages of all tensors among its outputs, in their order; None for what is resident and
+            gets no gradient.
         saved_arguments: those of its arguments that its own graph saves.
         saved_bytes: that its own graph saves, but for its arguments.
         saved_inside: by modules directly inside it, bytes that their graphs save.
@@ -147,6 +148,11 @@ class SeenCall:
         """Equal for calls that cost the same."""
         return (self.kind, self.wait_as_views, self.begins_with_views)
 
+    @property
+    def resident_outputs(self) -> tuple[bool, ...]:
+        """For each tensor among its outputs, whether its storage lived before the step, as a parameter's did."""
+        return tuple(number is None or not self.outputs[number] for number in self.output_numbers)
+
 
 @dataclass(frozen=True)
 class Tail:
@@ -176,7 +182,11 @@ class Structure:
 
 
 class _Numbers:
-    """A number for every storage that lives; what is resident, or lived before the step, has none."""
+    """A number for every storage that lives; what is resident, or lived before the step, has none.
+
+    A view of what is resident (a parameter, expanded) gets one where a unit hands it on: by itself it has no bytes, but
+    its gradient has.
+    """
 
     def __init__(
         self,
@@ -188,31 +198,57 @@ class _Numbers:
         self._tracker, self._meter = tracker, meter
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._resident = weakref.WeakSet([*(storage_of(tensor) for tensor in resident), *gathered])
+        self._views = WeakTensorKeyDictionary()
         self._next = 0
 
     def number(self, storage: Any) -> int | None:
         if storage in self._resident or self._tracker.lived_before(storage):
             return None
         if storage not in self._numbers:
-            self._numbers[storage] = self._next
-            self._next += 1
+            self._numbers[storage] = self._new()
         return self._numbers[storage]
+
+    def _new(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def number_views(self, tensors: Iterable[Tensor]) -> None:
+        """Gives a number to those that need a gradient and have none."""
+        for tensor in _strided(tensors):
+            if tensor.requires_grad and self.of_tensor(tensor) is None:
+                self._views[tensor] = self._new()
+
+    def hand_on(self, numbers: Sequence[int | None], tensors: Sequence[Tensor]) -> None:
+        """Lets other tensors stand for those that have these numbers."""
+        for number, tensor in zip(numbers, tensors, strict=True):
+            if number is not None and self.of_tensor(tensor) is None:
+                self._views[tensor] = number
 
     def storages(self, storages: Iterable[Any]) -> Storages:
         numbered = ((self.number(storage), self._meter.rounded(storage.nbytes())) for storage in storages)
         return {number: num_bytes for number, num_bytes in numbered if number is not None}
 
     def of(self, tree: Any) -> Storages:
-        return self.storages(storage_of(tensor) for tensor in _strided(tensors_in(tree)))
+        tensors = _strided(tensors_in(tree))
+        numbers = map(self.of_tensor, tensors)
+        views = {number: 0 for number in numbers if number is not None}
+        return views | self.storages(map(storage_of, tensors))
 
     def of_tensor(self, tensor: Tensor) -> int | None:
-        return self.number(storage_of(tensor)) if tensor.layout is torch.strided else None
+        if tensor.layout is not torch.strided:
+            return None
+        number = self.number(storage_of(tensor))
+        if number is None and self._views:
+            number = self._views.get(tensor)
+            if number is None and tensor._base is not None:
+                number = self._views.get(tensor._base)
+        return number
 
     def gradients(self, tree: Any) -> Storages:
         """Bytes of the gradients of what needs one, by storage."""
         found: Storages = {}
         for tensor in _strided(needing_gradient(tree)):
-            number = self.number(storage_of(tensor))
+            number = self.of_tensor(tensor)
             if number is not None:
                 found[number] = found.get(number, 0) + num_bytes_of(tensor)
         return found
@@ -313,7 +349,7 @@ class _Looker(Visitor):
         )
 
     def _note(self, tensors: Sequence[Tensor]) -> None:
-        self.sections.note((t, self.numbers.number(storage_of(t))) for t in _strided(tensors))
+        self.sections.note((t, self.numbers.of_tensor(t)) for t in _strided(tensors))
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Notes what the code between units saves."""
@@ -368,6 +404,7 @@ class _Looker(Visitor):
         called = [module for module in self.inside.get(call.module, []) if module in names]
         with _noting_inside(called, current, in_place):
             output = call.glance(note)
+        self.numbers.number_views(tensors_in(output))
         self._in_graphs |= self._saved_arguments | (saved.keys() & self.numbers.of(output).keys())
         made_bytes = self.tracker.made_bytes - made_bytes
         taken = (sum(saved.values()), made_bytes, self.tracker.recent_peak_bytes)
@@ -408,6 +445,7 @@ class _Looker(Visitor):
         return frozenset(n for tensor, n in pairs if n is not None and tensor not in self._handed)
 
     def leave(self, call: UnitCall, output: Any, start: Tensor) -> None:
+        self.numbers.hand_on(self.calls[-1].output_numbers, tensors_in(output))
         for tensor in tensors_in(output):
             self._handed[tensor] = True
         self._note(needing_gradient(output))

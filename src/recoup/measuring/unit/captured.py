@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from torch.fx import Node
 
 from recoup.capture.options import cuts_of
-from recoup.capture.run import capture
+from recoup.capture.run import capture, refusing
 from recoup.errors import CaptureError
 from recoup.measuring.unit.one_unit import forward_and_backward
 from recoup.model.cut_graph import gradients_from, seeded
@@ -39,7 +40,9 @@ def captured_recipes(
     args, kwargs, _ = call.fresh()
     graph = capture(engine, unwrapped(call.fn), args, kwargs, settings)
     recipes = [Recipe(cut=cut) for cut in cuts_of(graph, engine, seconds_of, settings)]
-    if new := _with_gradient(call, recipes[0], wanted) - _with_gradient(call, KEEP, wanted):
+    with refusing():
+        with_gradient = _with_gradient(call, recipes[0], wanted)
+    if new := with_gradient - _with_gradient(call, KEEP, wanted):
         raise CaptureError(
             f"{min(new)} gets no gradient in the step, and would get zeros, which optimizers treat otherwise"
         )
@@ -54,11 +57,13 @@ def is_further_cut(recipe: Recipe) -> bool:
 def run_once(call: UnitCall, recipes: Iterable[Recipe], wanted: Sequence[bool] | None) -> None:
     """Lets the compiler compile a call under some recipes: under a meter, it cannot.
 
-    ``wanted`` is as for `captured_recipes`.
+    ``wanted`` is as for `captured_recipes`. A recipe that fails will fail again when it is measured, and is left out
+    there.
     """
     for recipe in recipes:
-        for part in forward_and_backward(call, recipe, wanted):
-            part()
+        with suppress(CaptureError), refusing():
+            for part in forward_and_backward(call, recipe, wanted):
+                part()
 
 
 def _with_gradient(call: UnitCall, recipe: Recipe, wanted: Sequence[bool] | None) -> set[str]:

@@ -37,7 +37,7 @@ class CallBytes:
 
     Attributes:
         forward_peak_bytes: peak of its forward, with its output.
-        output_bytes: its output, without what its arguments hold already.
+        output_bytes: its output, without what its arguments hold already, or is resident.
         held_bytes: between forward and backward, without its outputs.
         holds_outputs: for each tensor among its outputs, whether its graph holds that too.
         backward_peak_bytes: peak of its backward beyond what it held, with the gradients of its output, its arguments
@@ -101,6 +101,7 @@ def measure_bytes(
     wanted: Sequence[bool] | None = None,
     as_views: Sequence[bool] = (),
     begins_with_views: Sequence[bool] = (),
+    resident: Sequence[bool] = (),
 ) -> CallBytes:
     """Runs a call forward and backward inside ``meter.watching()``.
 
@@ -114,6 +115,8 @@ def measure_bytes(
             by default none has. The view's bytes are not counted.
         begins_with_views: for each tensor among its outputs, whether its gradient is a view of others' storage, which
             outlives the backward; by default none is. The view's bytes are not counted.
+        resident: for each tensor among its outputs, whether its storage lived before the step, such as a parameter's;
+            by default none did. Its bytes are not counted.
     """
     owners, earlier_gradients = _ArgumentOwners(call), _EarlierGradients(call, as_views, gradients)
     attributes = made_attributes(call.module)
@@ -125,7 +128,8 @@ def measure_bytes(
     before = meter.begin()
     output = run_recipe(recipe, call.module, call.fn, args, kwargs)
     forward_peak = meter.peak_bytes() - before
-    given, made = storages_of((args, kwargs)), storages_of(output)
+    given = storages_of((args, kwargs, list(compress(tensors_in(output), resident))))
+    made = storages_of(output)
     output_bytes = sum(meter.rounded(size) for key, size in made.items() if key not in given)
     storages = [storage_of(tensor) for tensor in tensors_in(output)]
     owners_of = {id(t): torch.zeros_like(t) for t in compress(tensors_in(output), begins_with_views)}
