@@ -60,7 +60,7 @@ def test_a_chain() -> None:
     # The sum, 4 bytes; in its backward, its gradient, which takes nothing to expand.
     assert structure.tail.code.transient_bytes == structure.tail.code.backward_bytes == 4
     assert structure.tail.code.gives_gradients == b.outputs
-    assert structure.tail.code.gradient_storages == {structure.tail.code.views[k]: 4 for k in b.outputs}
+    assert structure.tail.code.views.storages == {structure.tail.code.views.owners[k]: 4 for k in b.outputs}
     assert sizes(structure.tail.loss) == [4, 4]
     assert structure.tail.output == {}
     assert not structure.accumulates
@@ -103,8 +103,8 @@ def test_gradients_that_are_views_of_a_larger_one() -> None:
     (first,), (second,) = a.outputs, b.outputs
     # Both are views of the gradient of what was joined.
     assert c.code.gives_gradients == {first: A, second: B}
-    assert c.code.views[first] == c.code.views[second]
-    assert c.code.gradient_storages == {c.code.views[first]: A + B}
+    assert c.code.views.owners[first] == c.code.views.owners[second]
+    assert c.code.views.storages == {c.code.views.owners[first]: A + B}
 
 
 def test_gradients_of_earlier_code_belong_to_that_code() -> None:

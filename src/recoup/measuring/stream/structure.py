@@ -17,9 +17,11 @@ from recoup.devices.meter import Meter
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import CheckpointError, LossError
 from recoup.measuring.stream.given_gradients import noting_gradients
+from recoup.measuring.stream.gradient_views import GradientViews
 from recoup.measuring.stream.sections import Sections
 from recoup.model.accumulation import Accumulates
 from recoup.model.calls import kind_of_module
+from recoup.model.cut_graph import Gradient
 from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
@@ -50,9 +52,7 @@ class Code:
             output.
         backward_bytes: the most that lived in its backward, beyond what lived before.
         gives_gradients: storages made earlier that its backward gives a gradient, saved or not, and its bytes.
-        views: by these storages, the storage that the gradient is a view of.
-        strided: of these storages, those whose gradient is no contiguous view: a backward copies it.
-        gradient_storages: bytes of those that gradients are views of.
+        views: the storages that these gradients are views of.
         gives_code: by the calls before which earlier code ran, bytes of the gradients of what only that code knows.
         parameters: bytes of the gradients that its backward gives parameters, by their identity.
         alive: storages that live when its first operation runs.
@@ -62,9 +62,7 @@ class Code:
     transient_bytes: int
     backward_bytes: int = 0
     gives_gradients: Storages = field(default_factory=dict)
-    views: dict[int, int] = field(default_factory=dict)
-    strided: set[int] = field(default_factory=set)
-    gradient_storages: Storages = field(default_factory=dict)
+    views: GradientViews = field(default_factory=GradientViews)
     gives_code: dict[int, int] = field(default_factory=dict)
     parameters: dict[int, int] = field(default_factory=dict)
     alive: Storages = field(default_factory=dict)
@@ -73,19 +71,6 @@ class Code:
     def has_bytes(self) -> bool:
         """Whether it made or saved anything."""
         return bool(self.saved or self.transient_bytes)
-
-    def owner_of(self, storage: int, full_bytes: int) -> int | None:
-        """Among `gradient_storages`, the one that a storage's gradient is a view of; None if it has one of its own.
-
-        Args:
-            storage: that its backward gives a gradient.
-            full_bytes: of that gradient.
-        """
-        owner = self.views.get(storage)
-        if owner is None:
-            return None
-        is_shared = sum(other == owner for other in self.views.values()) > 1
-        return owner if is_shared or self.gradient_storages[owner] != full_bytes else None
 
 
 @dataclass(frozen=True)
@@ -102,12 +87,14 @@ class SeenCall:
         remade: storages among its arguments that it is given as other tensors than units handed on: as views of them.
         outputs: storages that it hands on.
         output_numbers: of the storages of all tensors among its outputs, in their order; None for what is resident.
+        output_shapes: of the same tensors.
         saved_arguments: those of its arguments that its own graph saves.
         saved_bytes: that its own graph saves, but for its arguments.
         saved_inside: by modules directly inside it, bytes that their graphs save.
         num_saved: by the same modules, how many tensors their graphs save; by ``""``, those of the whole call.
         gradients: of its outputs, by storage.
         argument_gradients: of its arguments, by storage.
+        views: the storages that these gradients are views of; none are known before its backward has run once.
         given_parameters: bytes of the gradients of parameters among its arguments, by their identity.
         alive: storages that live when it is called.
         code: what ran before it.
@@ -117,6 +104,8 @@ class SeenCall:
             view of a storage that outlives the sum.
         begins_with_views: for each tensor among its outputs, whether its gradient is a contiguous view of a storage
             that outlives the call's backward.
+        begins_as: for each tensor among its outputs, its gradient, if that is a view of a storage that the call's
+            backward is the last to read; else None.
     """
 
     name: str
@@ -128,6 +117,7 @@ class SeenCall:
     remade: frozenset[int]
     outputs: Storages
     output_numbers: tuple[int | None, ...]
+    output_shapes: tuple[torch.Size, ...]
     saved_arguments: frozenset[int]
     saved_bytes: int
     saved_inside: dict[str, int]
@@ -137,15 +127,22 @@ class SeenCall:
     given_parameters: dict[int, int]
     alive: Storages
     code: Code
+    views: GradientViews = field(default_factory=GradientViews)
     shares: bool = False
     wanted: tuple[bool, ...] = ()
     wait_as_views: tuple[bool, ...] = ()
     begins_with_views: tuple[bool, ...] = ()
+    begins_as: tuple[Gradient | None, ...] = ()
+
+    @property
+    def gradients_wanted(self) -> tuple[bool | Gradient, ...]:
+        """For each tensor among its outputs, whether the step gives it a gradient, or which view."""
+        return tuple(like or is_wanted for like, is_wanted in zip(self.begins_as, self.wanted, strict=True))
 
     @property
     def cost_key(self) -> tuple[Any, ...]:
         """Equal for calls that cost the same."""
-        return (self.kind, self.wait_as_views, self.begins_with_views)
+        return (self.kind, self.wait_as_views, self.begins_with_views, self.begins_as)
 
 
 @dataclass(frozen=True)
@@ -305,8 +302,6 @@ class _Looker(Visitor):
             backward_bytes,
             given | section.gradients,
             section.views,
-            section.strided,
-            section.storages,
             {self._calls_of[origin]: size for origin, size in section.to_code.items()},
             parameters,
             self._alive,
@@ -386,6 +381,7 @@ class _Looker(Visitor):
                 remade,
                 self.numbers.of(output),
                 tuple(map(self.numbers.of_tensor, tensors_in(output))),
+                tuple(tensor.shape for tensor in tensors_in(output)),
                 frozenset(self._saved_arguments),
                 sum(saved.values()),
                 saved_inside,
