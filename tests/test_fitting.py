@@ -18,6 +18,7 @@ from recoup.devices.meter import CpuMeter
 from recoup.engines import is_applied
 from recoup.errors import BudgetError, LossError, SampleError, SizeError, UnitError
 from recoup.fitting import one_fit
+from recoup.plans.by_hand import plan_by_hand, recomputable_units, recomputing
 from recoup.sizes import format_bytes
 
 
@@ -373,6 +374,28 @@ def test_steps_that_add_up_gradients() -> None:
     assert fitted.verification.peak_bytes <= budget
     assert abs(fitted.plan.predicted_bytes / fitted.verification.peak_bytes - 1) < 0.01
     assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
+
+
+def test_a_second_pass_with_gradients_of_its_own_is_predicted_exactly() -> None:
+    model, x = setting()
+
+    def step() -> None:
+        mean_square(model(x)).backward()
+        moved = [parameter.grad * 0.1 for parameter in model.parameters()]
+        model.zero_grad()
+        mean_square(model(x)).backward()
+        for parameter, move in zip(model.parameters(), moved, strict=True):
+            parameter.grad.sub_(move)
+        model.zero_grad()
+
+    profile = recoup.measure(model, step=step, units=UNITS)
+    assert not profile.accumulates
+    for index in recomputable_units(profile):
+        plan = plan_by_hand(profile, recomputing(profile, [index]))
+        recoup.apply(model, plan)
+        peak_bytes = recoup.verify(model, plan, step=step).peak_bytes
+        recoup.remove(model)
+        assert peak_bytes == plan.predicted_bytes, index
 
 
 def test_a_step_that_accumulates_is_recognised() -> None:

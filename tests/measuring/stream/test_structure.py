@@ -198,3 +198,20 @@ def test_a_step_that_accumulates() -> None:
 
     training = TrainingStep(model, step=step)
     assert look(training, [model[0]], CpuMeter(), {}).accumulates
+
+
+def test_what_a_pass_leaves_for_the_next_one() -> None:
+    model, sample = Body(lambda self, x: self.b(self.a(x)).sum(), **layers()), torch.randn(5, 6)
+
+    def step() -> Tensor:
+        loss = model(sample)
+        loss.backward()
+        moved = [parameter.grad * 0.1 for parameter in model.parameters()]
+        model.zero_grad()
+        model(sample).backward()
+        return loss.detach() + moved[0].sum()
+
+    structure = look(TrainingStep(model, step=step), [model.a, model.b], CpuMeter(), {})
+    assert not structure.accumulates
+    # The weights' and biases' shares; the first loss, the second one, and its gradient.
+    assert sizes(structure.tail.loss) == sorted([6 * 10 * 4, 10 * 4, 10 * 7 * 4, 7 * 4, 4, 4, 4])

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -151,7 +151,8 @@ class Tail:
 
     Attributes:
         code: what it runs.
-        loss: storages of the loss, of its gradient, and of other models' gradients: they live through the backward.
+        loss: storages of the loss, of its gradient, of other models' gradients, and of what the step made before a
+            further forward: they live through the backward.
         output: storages of the model's output: all of a sample's, or what a step of the user's still holds.
         names: of the parts of that output, by storage.
     """
@@ -417,7 +418,8 @@ class _Looker(Visitor):
     def end(self, loss: Tensor, output: Any) -> None:
         code = self._end_code(loss)
         # The loss has a gradient too, which a backward holds until it ends.
-        at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: num_bytes_of(loss)}
+        self._loss = self.numbers.of(loss)
+        at_loss = self._loss | {_LOSS_GRADIENT: num_bytes_of(loss)}
         # So have other models, whose backwards came before. What the step reaches may be parts of this one.
         own = set(map(id, self.step.model.parameters()))
         others = [p for one in self.step.reached.modules for p in one.parameters() if id(p) not in own]
@@ -436,6 +438,20 @@ class _Looker(Visitor):
                     held[number] = size
                     names.setdefault(number, name)
         self.tail = Tail(code, at_loss, held, names)
+
+    def note_again(self, module: nn.Module, args: Any) -> None:
+        """A hook before the model's forward: what a pass has left beside its gradients lives in a pass after it."""
+        has_gradients = any(parameter.grad is not None for parameter in self.step.model.parameters())
+        if self.tail is None or has_gradients or not self.frees:
+            return
+        # Other models' gradients and optimizer state are counted already; an output may go when there is another.
+        others = [parameter.grad for one in self.step.reached.modules for parameter in one.parameters()]
+        counted = self.numbers.of([others, [optimizer.state for optimizer in self.step.optimizers]])
+        counted |= self.tail.output
+        living = self.numbers.storages(self.tracker.living())
+        # The next pass has a loss of its own.
+        left = {-2 - n if n in self._loss else n: size for n, size in living.items() if n not in counted}
+        self.tail = replace(self.tail, loss=self.tail.loss | left)
 
     def note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """A hook after the model's forward: what it returns may or may not be held until the backward."""
@@ -537,6 +553,7 @@ def _look(
         looker = _Looker(step, meter, tracker, inside, frees)
         push_saved_tensor_hooks(looker.pack, _given_back)
         stack.callback(pop_saved_tensor_hooks)
+        stack.callback(step.model.register_forward_pre_hook(looker.note_again).remove)
         stack.callback(step.model.register_forward_hook(looker.note_output).remove)
         # A pass that fails leaves lists of the model half filled, and the next one would go on from there.
         stack.callback(step.reached.hold())
