@@ -49,6 +49,9 @@ from recoup.progress import note
 __all__ = ["Fitting"]
 
 _MOST_ROUNDS = 3
+_MOST_HALVINGS = 4
+_NEAR = 1.01
+"""A prediction that is no further above the measured peak than this leaves nothing to look for."""
 _MOST_SPLITS = 4
 _MOST_TRIAL_S = 30.0
 """A refusal is not verified on a longer step: under the smallest budgets, replays of deep models nest deeply."""
@@ -288,18 +291,68 @@ class Fitting:
         return chosen, [Candidate(name, rival) for name, rival in rivals]
 
     def _verify(self, chosen: ModelPlan, rivals: list[Candidate]) -> tuple[ModelPlan, Verification] | None:
-        """Races and verifies; where a real step passes the budget, plans again with the bytes that were missed."""
+        """Races and verifies; where a real step passes the budget, plans again with the bytes that were missed.
+
+        Other plans may miss other bytes. Where no plan holds the budget then, or one holds it that needs less than was
+        thought, plans between that and those that do not are tried.
+        """
+        profile, budget_bytes = chosen.profile, chosen.budget_bytes
+        fitting: tuple[ModelPlan, Verification] | None = None
+        missed_bytes = 0
         for _ in range(_MOST_ROUNDS):
-            steps = RealSteps(self.step, chosen.profile)
-            ran = race(steps, [Candidate("the planner's choice", chosen), *rivals])
-            seen = self._try(ran.winner, ran)
-            if isinstance(seen, Verification):
-                return (self._learned(ran) if self.races else ran.winner), seen
+            seen = self._race([Candidate("the planner's choice", chosen), *rivals])
+            if not isinstance(seen, int):
+                fitting = seen
+                break
+            missed_bytes = _without_surprise(chosen, profile)
             try:
-                chosen, rivals = self._plan(_with_surprise(chosen, seen), chosen.budget_bytes)
+                chosen, rivals = self._plan(_with_surprise(chosen, seen), budget_bytes)
             except BudgetError:
                 break
-        return None
+        if not missed_bytes or (fitting and fitting[0].predicted_bytes <= _NEAR * fitting[1].peak_bytes):
+            return fitting
+        least = tightest(profile) if fitting is None else fitting[0]
+        found = self._find_between(profile, _without_surprise(least, profile), missed_bytes, budget_bytes)
+        seen = self._race([Candidate("the planner's choice", found)]) if found else budget_bytes
+        if isinstance(seen, int) or (fitting and fitting[1].seconds <= seen[1].seconds):
+            return fitting
+        return seen
+
+    def _race(self, candidates: list[Candidate]) -> tuple[ModelPlan, Verification] | int:
+        """The plan that wins, verified; or, where a real step passes the budget, that step's peak in bytes."""
+        ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
+        seen = self._try(ran.winner, ran)
+        if isinstance(seen, int):
+            return seen
+        return (self._learned(ran) if self.races else ran.winner), seen
+
+    def _find_between(
+        self, profile: Profile, fits_bytes: int, missed_bytes: int, budget_bytes: int
+    ) -> ModelPlan | None:
+        """Of a few plans that a real step is run with, the largest that holds the budget.
+
+        Args:
+            profile: of the step.
+            fits_bytes: the predicted peak of a plan that needs less.
+            missed_bytes: the predicted peak of a plan that does not hold the budget.
+            budget_bytes: to hold.
+        """
+        found, steps = None, RealSteps(self.step, profile)
+        for _ in range(_MOST_HALVINGS):
+            target_bytes = (fits_bytes + missed_bytes) // 2
+            try:
+                chosen, _ = self._plan(profile, target_bytes)
+            except BudgetError:
+                break
+            if chosen.predicted_bytes <= fits_bytes:
+                break
+            with self.ranks.together():
+                apply(self.step.model, chosen)
+            if steps.record().peak_bytes <= budget_bytes:
+                found, fits_bytes = replace(chosen, budget_bytes=budget_bytes), target_bytes
+            else:
+                missed_bytes = chosen.predicted_bytes
+        return found
 
     def _learned(self, ran: Race) -> ModelPlan:
         """The plan that won, predicted by a profile that has learned from all steps of the race."""
@@ -336,6 +389,12 @@ class Fitting:
             return self._try(chosen)
         except torch.OutOfMemoryError:
             return 0
+
+
+def _without_surprise(chosen: ModelPlan, profile: Profile) -> int:
+    """The peak of a plan as a profile predicts it that has learned of no surprise."""
+    learned_bytes = chosen.profile.problem.resident_bytes - profile.problem.resident_bytes
+    return chosen.predicted_bytes - learned_bytes
 
 
 def _with_surprise(chosen: ModelPlan, peak_bytes: int) -> Profile:
