@@ -262,6 +262,63 @@ def test_units_that_stand_in_the_way_are_split() -> None:
     assert caught.value.smallest_bytes == smallest
 
 
+class Cache:
+    def __init__(self) -> None:
+        self.num_read = 0
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.num_read += 1
+        return self.layer(x)
+
+
+class Unsafe(nn.Module):
+    """Blocks that change a cache in a small part of them."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.reads = Reads()
+            self.mlp = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16))
+
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            return x + self.mlp(self.reads(x, cache))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(128) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return mean_square(x)
+
+
+def test_units_that_must_be_kept_are_split() -> None:
+    model, x = Unsafe(), torch.randn(64, 16)
+    profile = recoup.measure(model, x, units="blocks.*.mlp")
+    budget = (recoup.minimum_budget(profile) + profile.plain_bytes) // 2
+    assert [finding.unit for finding in recoup.audit(model, x).findings] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    ]
+    fitted = recoup.fit(model, x, budget=budget)
+    assert fitted.verification.gradients == "bit-equal"
+    kept = [unit.name for unit in fitted.profile.units if unit.unsafe]
+    assert kept == ["blocks.0.reads", "blocks.1.reads", "blocks.2.reads"]
+    # Named by the user, units stay as they are.
+    named = r"'blocks.0' and 2 more are kept, since a replay would not be safe \(changes an object"
+    with pytest.raises(BudgetError, match=named):
+        recoup.fit(model, x, budget=budget, units="blocks.*")
+
+
 # Optimizers and steps
 
 

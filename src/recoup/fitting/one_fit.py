@@ -166,16 +166,15 @@ class Fitting:
         least = sorted(
             ((tightest(profile), audit) for profile, audit in tried), key=lambda one: smallest_budget(one[0])
         )
-        refused: list[tuple[ModelPlan, int, Audit]] = []
+        refused: list[tuple[ModelPlan, int]] = []
         for chosen, audit in least:
             chosen = replace(chosen, budget_bytes=budget_bytes)
             seen = self._try_anyway(chosen) if verifies else 0
             if isinstance(seen, Verification):
                 return chosen, audit, seen
-            refused.append((chosen, seen, audit))
-        chosen, peak_bytes, audit = min(refused, key=lambda one: smallest_budget(*one[:2]))
-        kept = {} if self.insist else audit.unsafe
-        raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes, kept=kept)
+            refused.append((chosen, seen))
+        chosen, peak_bytes = min(refused, key=lambda one: smallest_budget(*one))
+        raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
 
     def run_sizes(
         self, chosen: ModelPlan, others: Sequence[TrainingStep], *, verifies: bool
@@ -198,8 +197,8 @@ class Fitting:
     def _profiles(self, units: Units | Iterable[Units] | None) -> Iterator[tuple[Profile, Audit]]:
         """The step measured in several ways, each with finer units than the one before.
 
-        The unit that sets the smallest budget is split into what it calls. After that, where ``holds_output`` was not
-        given, come the same measurements for a loop that frees the model's output.
+        The unit that sets the smallest budget, and those that must be kept, are split into what they call. After that,
+        where ``holds_output`` was not given, come the same measurements for a loop that frees the model's output.
         """
         wanted, found = units, list[tuple[Measured, Audit]]()
         for _ in range(_MOST_SPLITS):
@@ -264,15 +263,16 @@ class Fitting:
         return replace(profile, in_flight=self.in_flight, conditions=conditions)
 
     def _split(self, least: ModelPlan) -> list[nn.Module] | None:
-        """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""
+        """The units; those that set the smallest budget or must be kept are split into what they call."""
         profile = least.profile
         found = profile.units[least.schedule.predicted.peak.unit]
-        if found.module is None:
+        kept = {unit.module for unit in profile.units if unit.unsafe}
+        if found.module is None and not kept:
             return None
         with self.step.plain():
             root = watch_calls(self.step)
         names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
-        alike = {unit.module for unit in profile.units if unit.kind == found.kind}
+        alike = {unit.module for unit in profile.units if unit.kind == found.kind} | kept
         units = {module: find_module(self.step.model, module) for module in names}
         # A unit that calls nothing stays as it is.
         some = [unit for module, unit in units.items() if module in alike and parts_of(root, unit)]
