@@ -319,6 +319,40 @@ def test_units_that_must_be_kept_are_split() -> None:
         recoup.fit(model, x, budget=budget, units="blocks.*")
 
 
+class Gated(nn.Module):
+    """While it is looked at, its variables hold the sigmoid, which its backward lets go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 40)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y.tanh(), y[:, :20].sigmoid()
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 5)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return self.layer(pair[0][:, 20:] * pair[1])
+
+
+def test_a_plain_step_that_holds_the_budget_against_prediction_is_kept() -> None:
+    blocks = [nn.Sequential(nn.Linear(24, 24 * n), nn.GELU(), nn.Linear(24 * n, 24)) for n in (2, 1)]
+    model, x = nn.Sequential(*blocks, Gated(), Gate()), torch.randn(32, 24)
+    options: dict[str, Any] = {"loss": mean_square, "holds_output": True}
+    plain = recoup.fit(model, x, budget="1MiB", **options)
+    budget = plain.verification.peak_bytes
+    assert plain.plan.predicted_bytes > budget
+    fitted = recoup.fit(model, x, budget=budget, **options)
+    assert fitted.plan.keeps_everything
+    assert fitted.verification.peak_bytes == budget
+    assert [one.name for one in fitted.verification.race if one.is_kept] == ["keep everything"]
+
+
 # Optimizers and steps
 
 

@@ -34,6 +34,7 @@ from recoup.model.calls import watch_calls
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, parts_of, split_units
+from recoup.plans.by_hand import plan_by_hand
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.largest import largest_profile
 from recoup.plans.learning import Pricing, learn, learned_plan, priced
@@ -171,7 +172,8 @@ class Fitting:
             chosen = replace(chosen, budget_bytes=budget_bytes)
             seen = self._try_anyway(chosen) if verifies else 0
             if isinstance(seen, Verification):
-                return chosen, audit, seen
+                chosen, verification = self._or_keep_everything(chosen, seen)
+                return chosen, audit, verification
             refused.append((chosen, seen))
         chosen, peak_bytes = min(refused, key=lambda one: smallest_budget(*one))
         raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
@@ -322,9 +324,28 @@ class Fitting:
         """The plan that wins, verified; or, where a real step passes the budget, that step's peak in bytes."""
         ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
         seen = self._try(ran.winner, ran)
-        if isinstance(seen, int):
-            return seen
-        return (self._learned(ran) if self.races else ran.winner), seen
+        return seen if isinstance(seen, int) else self._or_keep_everything(ran.winner, seen, ran)
+
+    def _or_keep_everything(
+        self, chosen: ModelPlan, seen: Verification, ran: Race | None = None
+    ) -> tuple[ModelPlan, Verification]:
+        """A verified plan; or the one that keeps everything, where the plain step holds the budget against prediction.
+
+        Args:
+            chosen: the plan.
+            seen: its verification.
+            ran: the race that it has won, if there was one.
+        """
+        plain_bytes, profile = seen.plain_peak_bytes, chosen.profile
+        is_surprise = plain_bytes is not None and plain_bytes <= chosen.budget_bytes < profile.plain_bytes
+        if self.races and is_surprise and not chosen.keeps_everything:
+            everything = plan_by_hand(profile, profile.plain_schedule, chosen.budget_bytes)
+            rivals = [Candidate("keep everything", everything), Candidate("the planner's choice", chosen)]
+            again = race(RealSteps(self.step, profile), rivals)
+            found = self._try(again.winner, again)
+            if isinstance(found, Verification):
+                chosen, seen, ran = again.winner, found, again
+        return (self._learned(ran) if self.races and ran else chosen), seen
 
     def _find_between(
         self, profile: Profile, fits_bytes: int, missed_bytes: int, budget_bytes: int
