@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +19,17 @@ from recoup.devices.meter import CpuMeter
 from recoup.engines import is_applied
 from recoup.errors import BudgetError, LossError, SampleError, SizeError, UnitError
 from recoup.fitting import one_fit
+from recoup.plans.by_hand import plan_by_hand, recomputable_units, recomputing
 from recoup.sizes import format_bytes
 
 
 class Layers(nn.Module):
     """Unequal layers in a row."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = (2, 1, 3, 2)) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16 * n), nn.Tanh(), nn.Linear(16 * n, 16)) for n in (2, 1, 3, 2)
+            nn.Sequential(nn.Linear(16, 16 * n), nn.Tanh(), nn.Linear(16 * n, 16)) for n in widths
         )
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -259,6 +261,97 @@ def test_units_that_stand_in_the_way_are_split() -> None:
     assert caught.value.smallest_bytes == smallest
 
 
+class Cache:
+    def __init__(self) -> None:
+        self.num_read = 0
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.num_read += 1
+        return self.layer(x)
+
+
+class Unsafe(nn.Module):
+    """Blocks that change a cache in a small part of them."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.reads = Reads()
+            self.mlp = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16))
+
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            return x + self.mlp(self.reads(x, cache))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(128) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return mean_square(x)
+
+
+def test_units_that_must_be_kept_are_split() -> None:
+    model, x = Unsafe(), torch.randn(64, 16)
+    profile = recoup.measure(model, x, units="blocks.*.mlp")
+    budget = (recoup.minimum_budget(profile) + profile.plain_bytes) // 2
+    assert [finding.unit for finding in recoup.audit(model, x).findings] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    ]
+    fitted = recoup.fit(model, x, budget=budget)
+    assert fitted.verification.gradients == "bit-equal"
+    kept = [unit.name for unit in fitted.profile.units if unit.unsafe]
+    assert kept == ["blocks.0.reads", "blocks.1.reads", "blocks.2.reads"]
+    # Named by the user, units stay as they are.
+    named = r"'blocks.0' and 2 more are kept, since a replay would not be safe \(changes an object"
+    with pytest.raises(BudgetError, match=named):
+        recoup.fit(model, x, budget=budget, units="blocks.*")
+
+
+class Gated(nn.Module):
+    """While it is looked at, its variables hold the sigmoid, which its backward lets go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 40)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y.tanh(), y[:, :20].sigmoid()
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 5)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return self.layer(pair[0][:, 20:] * pair[1])
+
+
+def test_a_plain_step_that_holds_the_budget_against_prediction_is_kept() -> None:
+    blocks = [nn.Sequential(nn.Linear(24, 24 * n), nn.GELU(), nn.Linear(24 * n, 24)) for n in (2, 1)]
+    model, x = nn.Sequential(*blocks, Gated(), Gate()), torch.randn(32, 24)
+    options: dict[str, Any] = {"loss": mean_square, "holds_output": True}
+    plain = recoup.fit(model, x, budget="1MiB", **options)
+    budget = plain.verification.peak_bytes
+    assert plain.plan.predicted_bytes > budget
+    fitted = recoup.fit(model, x, budget=budget, **options)
+    assert fitted.plan.keeps_everything
+    assert fitted.verification.peak_bytes == budget
+    assert [one.name for one in fitted.verification.race if one.is_kept] == ["keep everything"]
+
+
 # Optimizers and steps
 
 
@@ -372,6 +465,46 @@ def test_steps_that_add_up_gradients() -> None:
     assert fitted.verification.peak_bytes <= budget
     assert abs(fitted.plan.predicted_bytes / fitted.verification.peak_bytes - 1) < 0.01
     assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
+
+
+def test_a_second_pass_with_gradients_of_its_own_is_predicted_exactly() -> None:
+    model, x = setting()
+
+    def step() -> None:
+        mean_square(model(x)).backward()
+        moved = [parameter.grad * 0.1 for parameter in model.parameters()]
+        model.zero_grad()
+        mean_square(model(x)).backward()
+        for parameter, move in zip(model.parameters(), moved, strict=True):
+            parameter.grad.sub_(move)
+        model.zero_grad()
+
+    profile = recoup.measure(model, step=step, units=UNITS)
+    assert not profile.accumulates
+    for index in recomputable_units(profile):
+        plan = plan_by_hand(profile, recomputing(profile, [index]))
+        recoup.apply(model, plan)
+        peak_bytes = recoup.verify(model, plan, step=step).peak_bytes
+        recoup.remove(model)
+        assert peak_bytes == plan.predicted_bytes, index
+
+
+def test_where_plans_miss_by_other_bytes_each_time_one_between_them_and_the_tightest_is_found() -> None:
+    model = Layers((2, 1, 3, 2, 4, 1, 3, 2))
+    x = torch.randn(256, 16)
+
+    def step() -> None:
+        # Activations of the second pass, which is not looked at, take twice what is predicted.
+        for rows in (x[:128], x):
+            mean_square(model(rows)).backward()
+            model.zero_grad()
+
+    plain = recoup.fit(model, step=step, budget="1GiB", units=UNITS, race=False).verification.peak_bytes
+    with pytest.raises(BudgetError) as caught:
+        recoup.fit(model, step=step, budget=plain // 4, units=UNITS, race=False)
+    smallest = caught.value.smallest_bytes
+    fitted = recoup.fit(model, step=step, budget=(2 * smallest + plain) // 3, units=UNITS, race=False)
+    assert smallest < fitted.verification.peak_bytes <= (2 * smallest + plain) // 3 < plain
 
 
 def test_a_step_that_accumulates_is_recognised() -> None:

@@ -144,8 +144,9 @@ def test_prefix_tuning() -> None:
     batch = tokens(length=24)
     plain_bytes = recoup.measure(model, batch).plain_bytes
     # A second run finds the cache longer by the first one's keys.
-    why = r"'base_model.transformer.h.0' and 1 more are kept, since a replay would not be safe \(replay fails"
+    why = r"'base_model.transformer.h.0.attn' and 2 more are kept, since a replay would not be safe \(replay fails"
     with pytest.raises(BudgetError, match=why):
         recoup.fit(model, batch, budget=plain_bytes // 2)
-    fitted = recoup.fit(model, batch, budget=plain_bytes)
+    # What is in a block beside the attention can be replayed.
+    fitted = recoup.fit(model, batch, budget=plain_bytes * 3 // 4)
     assert fitted.verification.gradients == "bit-equal"

@@ -87,6 +87,17 @@ def test_a_second_round_is_not_visited() -> None:
     assert recorder.events == ["enter 0", "visit 0", "leave 0", "end"]
 
 
+def test_a_second_round_whose_gradients_are_its_own() -> None:
+    model = nn.Sequential(nn.Linear(6, 6))
+
+    def step() -> None:
+        for rows in X.split(2):
+            model(rows).sum().backward()
+            model.zero_grad()
+
+    assert not stream(TrainingStep(model, step=step), [model[0]], Recorder()).accumulates
+
+
 def test_another_call_has_containers_of_its_own() -> None:
     filled: list[Tensor] = []
     layer = nn.Identity()

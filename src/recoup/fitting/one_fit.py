@@ -35,6 +35,7 @@ from recoup.model.calls import watch_calls
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, parts_of, split_units
+from recoup.plans.by_hand import plan_by_hand
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.largest import largest_profile
 from recoup.plans.learning import Pricing, learn, learned_plan, priced
@@ -50,6 +51,9 @@ from recoup.progress import note
 __all__ = ["Fitting"]
 
 _MOST_ROUNDS = 3
+_MOST_HALVINGS = 4
+_NEAR = 1.01
+"""A prediction that is no further above the measured peak than this leaves nothing to look for."""
 _MOST_SPLITS = 4
 _MOST_TRIAL_S = 30.0
 """A refusal is not verified on a longer step: under the smallest budgets, replays of deep models nest deeply."""
@@ -169,16 +173,16 @@ class Fitting:
         least = sorted(
             ((tightest(profile), audit) for profile, audit in tried), key=lambda one: smallest_budget(one[0])
         )
-        refused: list[tuple[ModelPlan, int, Audit]] = []
+        refused: list[tuple[ModelPlan, int]] = []
         for chosen, audit in least:
             chosen = replace(chosen, budget_bytes=budget_bytes)
             seen = self._try_anyway(chosen) if verifies else 0
             if isinstance(seen, Verification):
-                return chosen, audit, seen
-            refused.append((chosen, seen, audit))
-        chosen, peak_bytes, audit = min(refused, key=lambda one: smallest_budget(*one[:2]))
-        kept = {} if self.insist else audit.unsafe
-        raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes, kept=kept)
+                chosen, verification = self._or_keep_everything(chosen, seen)
+                return chosen, audit, verification
+            refused.append((chosen, seen))
+        chosen, peak_bytes = min(refused, key=lambda one: smallest_budget(*one))
+        raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
 
     def run_sizes(
         self, chosen: ModelPlan, others: Sequence[TrainingStep], *, verifies: bool
@@ -201,8 +205,8 @@ class Fitting:
     def _profiles(self, units: Units | Iterable[Units] | None) -> Iterator[tuple[Profile, Audit]]:
         """The step measured in several ways, each with finer units than the one before.
 
-        The unit that sets the smallest budget is split into what it calls. After that, where ``holds_output`` was not
-        given, come the same measurements for a loop that frees the model's output.
+        The unit that sets the smallest budget, and those that must be kept, are split into what they call. After that,
+        where ``holds_output`` was not given, come the same measurements for a loop that frees the model's output.
         """
         wanted, found = units, list[tuple[Measured, Audit]]()
         for _ in range(_MOST_SPLITS):
@@ -267,15 +271,16 @@ class Fitting:
         return replace(profile, in_flight=self.in_flight, conditions=conditions)
 
     def _split(self, least: ModelPlan) -> list[nn.Module] | None:
-        """The units with the one that sets the smallest budget, and all of its kind, split into what they call."""
+        """The units; those that set the smallest budget or must be kept are split into what they call."""
         profile = least.profile
         found = profile.units[least.schedule.predicted.peak.unit]
-        if found.module is None:
+        kept = {unit.module for unit in profile.units if unit.unsafe}
+        if found.module is None and not kept:
             return None
         with self.step.plain():
             root = watch_calls(self.step)
         names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
-        alike = {unit.module for unit in profile.units if unit.kind == found.kind}
+        alike = {unit.module for unit in profile.units if unit.kind == found.kind} | kept
         units = {module: find_module(self.step.model, module) for module in names}
         # A unit that calls nothing stays as it is.
         some = [unit for module, unit in units.items() if module in alike and parts_of(root, unit)]
@@ -294,18 +299,87 @@ class Fitting:
         return chosen, [Candidate(name, rival) for name, rival in rivals]
 
     def _verify(self, chosen: ModelPlan, rivals: list[Candidate]) -> tuple[ModelPlan, Verification] | None:
-        """Races and verifies; where a real step passes the budget, plans again with the bytes that were missed."""
+        """Races and verifies; where a real step passes the budget, plans again with the bytes that were missed.
+
+        Other plans may miss other bytes. Where no plan holds the budget then, or one holds it that needs less than was
+        thought, plans between that and those that do not are tried.
+        """
+        profile, budget_bytes = chosen.profile, chosen.budget_bytes
+        fitting: tuple[ModelPlan, Verification] | None = None
+        missed_bytes = 0
         for _ in range(_MOST_ROUNDS):
-            steps = RealSteps(self.step, chosen.profile)
-            ran = race(steps, [Candidate("the planner's choice", chosen), *rivals])
-            seen = self._try(ran.winner, ran)
-            if isinstance(seen, Verification):
-                return (self._learned(ran) if self.races else ran.winner), seen
+            seen = self._race([Candidate("the planner's choice", chosen), *rivals])
+            if not isinstance(seen, int):
+                fitting = seen
+                break
+            missed_bytes = _without_surprise(chosen, profile)
             try:
-                chosen, rivals = self._plan(_with_surprise(chosen, seen), chosen.budget_bytes)
+                chosen, rivals = self._plan(_with_surprise(chosen, seen), budget_bytes)
             except BudgetError:
                 break
-        return None
+        if not missed_bytes or (fitting and fitting[0].predicted_bytes <= _NEAR * fitting[1].peak_bytes):
+            return fitting
+        least = tightest(profile) if fitting is None else fitting[0]
+        found = self._find_between(profile, _without_surprise(least, profile), missed_bytes, budget_bytes)
+        seen = self._race([Candidate("the planner's choice", found)]) if found else budget_bytes
+        if isinstance(seen, int) or (fitting and fitting[1].seconds <= seen[1].seconds):
+            return fitting
+        return seen
+
+    def _race(self, candidates: list[Candidate]) -> tuple[ModelPlan, Verification] | int:
+        """The plan that wins, verified; or, where a real step passes the budget, that step's peak in bytes."""
+        ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
+        seen = self._try(ran.winner, ran)
+        return seen if isinstance(seen, int) else self._or_keep_everything(ran.winner, seen, ran)
+
+    def _or_keep_everything(
+        self, chosen: ModelPlan, seen: Verification, ran: Race | None = None
+    ) -> tuple[ModelPlan, Verification]:
+        """A verified plan; or the one that keeps everything, where the plain step holds the budget against prediction.
+
+        Args:
+            chosen: the plan.
+            seen: its verification.
+            ran: the race that it has won, if there was one.
+        """
+        plain_bytes, profile = seen.plain_peak_bytes, chosen.profile
+        is_surprise = plain_bytes is not None and plain_bytes <= chosen.budget_bytes < profile.plain_bytes
+        if self.races and is_surprise and not chosen.keeps_everything:
+            everything = plan_by_hand(profile, profile.plain_schedule, chosen.budget_bytes)
+            rivals = [Candidate("keep everything", everything), Candidate("the planner's choice", chosen)]
+            again = race(RealSteps(self.step, profile), rivals)
+            found = self._try(again.winner, again)
+            if isinstance(found, Verification):
+                chosen, seen, ran = again.winner, found, again
+        return (self._learned(ran) if self.races and ran else chosen), seen
+
+    def _find_between(
+        self, profile: Profile, fits_bytes: int, missed_bytes: int, budget_bytes: int
+    ) -> ModelPlan | None:
+        """Of a few plans that a real step is run with, the largest that holds the budget.
+
+        Args:
+            profile: of the step.
+            fits_bytes: the predicted peak of a plan that needs less.
+            missed_bytes: the predicted peak of a plan that does not hold the budget.
+            budget_bytes: to hold.
+        """
+        found, steps = None, RealSteps(self.step, profile)
+        for _ in range(_MOST_HALVINGS):
+            target_bytes = (fits_bytes + missed_bytes) // 2
+            try:
+                chosen, _ = self._plan(profile, target_bytes)
+            except BudgetError:
+                break
+            if chosen.predicted_bytes <= fits_bytes:
+                break
+            with self.ranks.together():
+                apply(self.step.model, chosen)
+            if steps.record().peak_bytes <= budget_bytes:
+                found, fits_bytes = replace(chosen, budget_bytes=budget_bytes), target_bytes
+            else:
+                missed_bytes = chosen.predicted_bytes
+        return found
 
     def _learned(self, ran: Race) -> ModelPlan:
         """The plan that won, predicted by a profile that has learned from all steps of the race."""
@@ -349,6 +423,12 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, (RecoupError, torch.OutOfMemoryError)):
         return str(error)
     return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
+
+
+def _without_surprise(chosen: ModelPlan, profile: Profile) -> int:
+    """The peak of a plan as a profile predicts it that has learned of no surprise."""
+    learned_bytes = chosen.profile.problem.resident_bytes - profile.problem.resident_bytes
+    return chosen.predicted_bytes - learned_bytes
 
 
 def _with_surprise(chosen: ModelPlan, peak_bytes: int) -> Profile:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from recoup.measuring.measured import Measured
 from recoup.measuring.optimizer.cost import OptimizerCost, joint_cost, optimizer_cost
 from recoup.measuring.problem.costs import CodeSeconds
 from recoup.measuring.residents import find_residents
+from recoup.measuring.stream.given_gradients import noting_views
+from recoup.measuring.stream.gradient_views import GradientViews, argument_gradients
 from recoup.measuring.stream.passes import Passes
 from recoup.measuring.stream.structure import SeenCall, Structure
 from recoup.measuring.stream.timing import time_inside
@@ -42,6 +44,7 @@ from recoup.model.accumulation import UNREDUCED, Accumulates, read_accumulation
 from recoup.model.checks import check_model
 from recoup.model.compile_settings import settings_to_take_over
 from recoup.model.conditions import recording
+from recoup.model.cut_graph import Gradient
 from recoup.model.optimizers import Optimizers
 from recoup.model.recipe import KEEP, InnerForward, Recipe
 from recoup.model.replace_forward import intercepted, suspended
@@ -240,17 +243,17 @@ class Measurement:
 
     def run(self, accumulates: Accumulates, unsafe: Mapping[str, str]) -> Measured:
         """Measures the bytes and seconds of one call of each kind."""
-        step, calls = self.step, self.calls
+        step = self.step
         accumulates = accumulates or self.structure.accumulates
-        unsafe = _for_all_alike(calls, unsafe)
+        unsafe = _for_all_alike(self.calls, unsafe)
         _progress(2)
+        effort = Effort.for_calls(self.calls)
+        with recording(step.model) as recorder:
+            cold_s, inside_s = self._visit_first(effort)
+        calls = self.calls
+        inside_s = slowest_inside(step.ranks, calls, inside_s)
         first = _first_indices(seen.cost_key for seen in calls)
         timed = _timed_indices(calls, first)
-        effort = Effort.for_calls(calls)
-        thorough = {index for index in timed.values() if calls[index].behaviour in effort.large}
-        with recording(step.model) as recorder:
-            cold_s, inside_s = self.passes.visit(thorough, self._time_inside)
-        inside_s = slowest_inside(step.ranks, calls, inside_s)
         if self.like is not None:
             recipes, uncaptured = _recipes_of(self.like, calls, timed)
             self.passes.visit(set(timed.values()), partial(self._warm_up, recipes))
@@ -354,6 +357,43 @@ class Measurement:
         found.timings |= timings
         return code_s
 
+    def _visit_first(self, effort: Effort) -> tuple[list[CodeSeconds], dict[int, dict[str, float]]]:
+        """Finds the gradients that calls give as views, and seconds of the modules inside units; and of the code."""
+        kinds = _first_indices(seen.kind for seen in self.calls)
+        timed = _timed_indices(self.calls, _first_indices(seen.cost_key for seen in self.calls))
+        thorough = {index for index in timed.values() if self.calls[index].behaviour in effort.large}
+        inside_s: dict[int, dict[str, float]] = {}
+
+        def visit(call: UnitCall) -> list[Gradient | None] | None:
+            if call.index in thorough:
+                inside_s[call.index] = self._time_inside(call)
+            return self._argument_gradients(call) if call.index in kinds.values() else None
+
+        code_s, found = self.passes.visit(thorough | {*kinds.values()}, visit)
+        # All ranks have to find the same kinds of calls.
+        ran = [
+            {index for index, own in one.items() if own is not None}
+            for one in self.step.ranks.gathered(found)
+        ]
+        known = {self.calls[index].kind: found[index] for index in set.intersection(*ran)}
+        calls = [
+            replace(seen, views=GradientViews.of(seen.numbers, known[seen.kind] or ()))
+            if seen.kind in known
+            else seen
+            for seen in self.calls
+        ]
+        self.calls = noting_views(calls, self.structure.tail)
+        self.structure = replace(self.structure, calls=self.calls)
+        return code_s, inside_s
+
+    def _argument_gradients(self, call: UnitCall) -> list[Gradient | None] | None:
+        """Those that a call's backward gives; None if it does not fit even by itself."""
+        try:
+            return argument_gradients(call, self.calls[call.index].wanted)
+        except torch.OutOfMemoryError:
+            self.meter.make_room()
+            return None
+
     def _time_inside(self, call: UnitCall) -> dict[str, float]:
         modules = self.passes.inside[call.module]
         time_inside(call, modules, self.meter)  # warm-up
@@ -415,13 +455,15 @@ class Measurement:
     def _try(self, call: UnitCall, recipe: Recipe, gradients: Gradients) -> CallBytes | None:
         """The bytes of a recipe; None if it does not fit even by itself, or cannot be replayed."""
         seen = self.calls[call.index]
+        # `seeded` takes both; what is between them hands them on.
+        wanted = cast(Sequence[bool], seen.gradients_wanted)
         try:
             return measure_bytes(
                 call,
                 recipe,
                 self.meter,
                 gradients=gradients,
-                wanted=seen.wanted,
+                wanted=wanted,
                 as_views=seen.wait_as_views,
                 begins_with_views=seen.begins_with_views,
                 resident=seen.resident_outputs,

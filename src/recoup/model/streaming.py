@@ -183,7 +183,7 @@ class _Stream:
                 if not self.has_ended and self.num_calls == 0:
                     self.has_stale = self._has_gradients()
                 if self.has_ended:
-                    self.accumulates = self.accumulates or True
+                    self.accumulates = self.accumulates or self._has_gradients()
                     with torch.no_grad():
                         return fn(*args, **kwargs)
                 if is_in_torch_checkpoint() or recomputes_itself(unit):

@@ -16,21 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTED_SHARE", "refusal"]
 
-_NONE: Mapping[str, str] = {}
 NOTED_SHARE = 0.01
 """An output that takes less of the peak than this is not worth a sentence."""
 
 
-def refusal(
-    least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0, kept: Mapping[str, str] = _NONE
-) -> BudgetError:
+def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> BudgetError:
     """Why nothing fits a budget, what would, and what to change.
 
     Args:
         least: the plan that needs the least memory.
         budget_bytes: that was asked for.
         measured_bytes: the peak of a real step under that plan; 0 if none was run.
-        kept: units that no plan may recompute, and why.
     """
     profile = least.profile
     smallest = smallest_budget(least, measured_bytes)
@@ -54,7 +50,7 @@ def refusal(
         f"{profile.model} does not fit {format_bytes(budget_bytes)} ({budget_bytes} bytes). The {named}{given}, set by"
         f" the {peak.phase} of {unit.name!r}:"
         f" {', '.join(f'{format_bytes(size)} {name}' for name, size in parts.items() if size)}."
-        f" {' '.join(_advice(profile, unit, parts, kept))}",
+        f" {' '.join(_advice(profile, unit, parts))}",
         budget_bytes=budget_bytes,
         smallest_bytes=smallest,
         unit=unit.name,
@@ -98,16 +94,15 @@ def _floor(least: ModelPlan, measured_bytes: int) -> dict[str, int]:
     return parts
 
 
-def _advice(
-    profile: Profile, unit: ProfiledUnit, parts: Mapping[str, int], kept: Mapping[str, str]
-) -> list[str]:
+def _advice(profile: Profile, unit: ProfiledUnit, parts: Mapping[str, int]) -> list[str]:
     """What would lower the smallest budget, as far as it is known."""
     fixed_bytes = sum(list(parts.values())[:3])
     advice = ["Raise the budget, or use a smaller batch."]
-    if kept:
-        name, why = next(iter(kept.items()))
+    if kept := [unit for unit in profile.units if unit.unsafe]:
         others = f" and {len(kept) - 1} more are" if len(kept) > 1 else " is"
-        advice.append(f"{name!r}{others} kept, since a replay would not be safe ({why}): see recoup.audit.")
+        advice.append(
+            f"{kept[0].name!r}{others} kept, since a replay would not be safe ({kept[0].unsafe}): see recoup.audit."
+        )
     if profile.holds_output and profile.output_bytes > NOTED_SHARE * sum(parts.values()):
         advice.append(
             f"Letting the model's output go before the backward, as loss = model(**batch).loss does, frees up to"

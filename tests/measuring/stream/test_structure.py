@@ -60,7 +60,7 @@ def test_a_chain() -> None:
     # The sum, 4 bytes; in its backward, its gradient, which takes nothing to expand.
     assert structure.tail.code.transient_bytes == structure.tail.code.backward_bytes == 4
     assert structure.tail.code.gives_gradients == b.outputs
-    assert structure.tail.code.gradient_storages == {structure.tail.code.views[k]: 4 for k in b.outputs}
+    assert structure.tail.code.views.storages == {structure.tail.code.views.owners[k]: 4 for k in b.outputs}
     assert sizes(structure.tail.loss) == [4, 4]
     assert structure.tail.output == {}
     assert not structure.accumulates
@@ -103,8 +103,8 @@ def test_gradients_that_are_views_of_a_larger_one() -> None:
     (first,), (second,) = a.outputs, b.outputs
     # Both are views of the gradient of what was joined.
     assert c.code.gives_gradients == {first: A, second: B}
-    assert c.code.views[first] == c.code.views[second]
-    assert c.code.gradient_storages == {c.code.views[first]: A + B}
+    assert c.code.views.owners[first] == c.code.views.owners[second]
+    assert c.code.views.storages == {c.code.views.owners[first]: A + B}
 
 
 def test_gradients_of_earlier_code_belong_to_that_code() -> None:
@@ -221,3 +221,20 @@ def test_a_view_of_a_parameter_has_a_gradient_but_no_bytes() -> None:
     assert b.code.gives_gradients == view.gradients | a.gradients
     # The product saves what a made, and the parameter, which is resident.
     assert sizes(b.code.saved) == [A]
+
+
+def test_what_a_pass_leaves_for_the_next_one() -> None:
+    model, sample = Body(lambda self, x: self.b(self.a(x)).sum(), **layers()), torch.randn(5, 6)
+
+    def step() -> Tensor:
+        loss = model(sample)
+        loss.backward()
+        moved = [parameter.grad * 0.1 for parameter in model.parameters()]
+        model.zero_grad()
+        model(sample).backward()
+        return loss.detach() + moved[0].sum()
+
+    structure = look(TrainingStep(model, step=step), [model.a, model.b], CpuMeter(), {})
+    assert not structure.accumulates
+    # The weights' and biases' shares; the first loss, the second one, and its gradient.
+    assert sizes(structure.tail.loss) == sorted([6 * 10 * 4, 10 * 4, 10 * 7 * 4, 7 * 4, 4, 4, 4])

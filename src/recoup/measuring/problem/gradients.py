@@ -48,6 +48,7 @@ class Gradients:
         self.values: list[Lifetime] = []
         self._passed = [PassedGradients() for _ in positions]
         self._views: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._whole: set[tuple[int, int]] = set()
         for producer, position in enumerate(positions):
             for storage in position.made:
                 self._follow(producer, storage)
@@ -56,8 +57,8 @@ class Gradients:
                 for call, num_bytes in position.code.gives_code.items():
                     self._wait(num_bytes, maker, [self._code_before(call)], in_scratch=False)
         for (maker, storage), readers in self._views.items():
-            num_bytes = positions[maker].code.gradient_storages[storage]
-            self._wait(num_bytes, maker, sorted(readers), in_scratch=False)
+            num_bytes = positions[maker].views.storages[storage]
+            self._wait(num_bytes, maker, sorted(readers), in_scratch=(maker, storage) in self._whole)
 
     def at(self, index: int) -> PassedGradients:
         """Those that the backward of a position reads and makes."""
@@ -80,8 +81,8 @@ class Gradients:
         for giver in others:
             if self._positions[giver].hands_on(storage):
                 self._end(maker, giver, storage, 0 if self._is_copied(view, storage) else size, view)
-                maker, view = giver, None
-                size, _ = self._given(giver, storage, full_bytes)
+                maker = giver
+                size, view = self._given(giver, storage, full_bytes)
             else:
                 self._add(maker, giver, size, view)
                 is_measured = self._positions[giver].sums_with_view(storage)
@@ -92,12 +93,12 @@ class Gradients:
         self._end(maker, producer, storage, 0 if self._is_copied(view, storage) else size, view)
 
     def _is_copied(self, view: tuple[int, int] | None, storage: int) -> bool:
-        return view is not None and storage in self._positions[view[0]].code.strided
+        return view is not None and storage in self._positions[view[0]].views.strided
 
     def _given(self, giver: int, storage: int, full_bytes: int) -> tuple[int, tuple[int, int] | None]:
         """Bytes of the gradient that a backward gives, and the storage that it is a view of, if it is one."""
         position = self._positions[giver]
-        owner = position.code.owner_of(storage, full_bytes) if position.seen is None else None
+        owner = position.views.owner_of(storage, full_bytes)
         return (position.given_gradients[storage], None) if owner is None else (full_bytes, (giver, owner))
 
     def _add(self, maker: int, giver: int, num_bytes: int, view: tuple[int, int] | None) -> None:
@@ -112,8 +113,10 @@ class Gradients:
     ) -> None:
         if view is not None:
             self._views[view].add(reader)
-            is_measured = self._positions[reader].begins_with_view(storage)
-            self._passed[reader].viewed_bytes += 0 if is_measured else num_bytes
+            if self._positions[reader].reads_whole(storage):
+                self._whole.add(view)
+            elif not self._positions[reader].begins_with_view(storage):
+                self._passed[reader].viewed_bytes += num_bytes
         else:
             self._wait(num_bytes, maker, [reader], in_scratch=True)
 

@@ -10,9 +10,10 @@ NOTE [ Values between units ]
     4. The gradient of a storage lives from the last backward that computes it to the backward of its producer. Where
        another backward gives it one, their sum is made beside both: autograd adds in place where it can, which a view
        or a dispatch mode (the memory tracker) keeps it from. Gradients that are views of one storage (of a sum, of a
-       concatenation) are one value with several readers. A unit that reads one of them, or adds to it, is measured
-       with a view: where the storage outlives the unit's backward, the backward frees nothing as it goes on, and a sum
-       takes memory from the first operation that adds. A position that hands a storage on (a view, a change in place)
+       concatenation) are one value with several readers, whether code or a unit gave them. A unit that reads one of
+       them, or adds to it, is measured with a view: where the storage outlives the unit's backward, the backward frees
+       nothing as it goes on, and a sum takes memory from the first operation that adds; else the backward begins with
+       the whole storage. A position that hands a storage on (a view, a change in place)
        reads one gradient and makes another.
     5. What the caller holds, the loss and perhaps the model's output, stays. So do parameter gradients. Gradients of
        the step before that are cleared before the backward live in the forward only.

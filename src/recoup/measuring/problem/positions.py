@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from recoup.measuring.problem.costs import CodeSeconds, StepCosts
+from recoup.measuring.stream.gradient_views import GradientViews
 from recoup.measuring.stream.structure import Code, SeenCall
 from recoup.tensors import num_bytes_of
 
@@ -53,6 +54,11 @@ class Position:
         return self.code.gives_gradients if self.seen is None else self.seen.argument_gradients
 
     @property
+    def views(self) -> GradientViews:
+        """The storages that these gradients are views of."""
+        return self.code.views if self.seen is None else self.seen.views
+
+    @property
     def parameters(self) -> dict[int, int]:
         """Bytes of the gradients that its backward gives parameters, by their identity."""
         if self.seen is None:
@@ -71,6 +77,12 @@ class Position:
         return seen is not None and (storage, True) in zip(
             seen.output_numbers, seen.begins_with_views, strict=True
         )
+
+    def reads_whole(self, storage: int) -> bool:
+        """Whether its backward was measured with a gradient of an output that is a view, and with its whole storage."""
+        seen = self.seen
+        pairs = () if seen is None else zip(seen.output_numbers, seen.begins_as, strict=True)
+        return any(number == storage and like is not None for number, like in pairs)
 
     def hands_on(self, storage: int) -> bool:
         """Whether it gives out what it was given, as a view or changed in place."""

@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from recoup.measuring.stream.structure import Code, SeenCall, Tail
+from recoup.measuring.stream.gradient_views import GradientViews
+from recoup.model.cut_graph import Gradient
 
-__all__ = ["noting_gradients"]
+if TYPE_CHECKING:
+    from recoup.measuring.stream.structure import SeenCall, Tail
+
+__all__ = ["noting_gradients", "noting_views"]
 
 
 def noting_gradients(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
-    """Says of each call which of its parameters, outputs and arguments got gradients before, going backwards."""
+    """Says of each call which of its parameters and outputs got gradients before, going backwards."""
     known, given = set(tail.code.parameters), set(tail.code.gives_gradients)
-    views = _Views(calls)
-    views.add_code(tail.code, set())
     noted = []
-    for index, seen in reversed(list(enumerate(calls))):
+    for seen in reversed(calls):
         trained = {id(parameter) for parameter in seen.module.parameters() if parameter.requires_grad}
         shares = bool(trained & known)
         wanted = tuple(number is None or number in given for number in seen.output_numbers)
-        summed = seen.argument_gradients.keys() - seen.outputs.keys()
-        as_views = tuple(number in summed and views.outlives(number, index) for number in seen.numbers)
-        begins = tuple(views.outlives(n, index, is_contiguous=True) for n in seen.output_numbers)
-        noted.append(
-            replace(
-                seen,
-                shares=shares,
-                wanted=wanted,
-                wait_as_views=as_views,
-                begins_with_views=begins,
-                kind=(seen.kind, shares, wanted),
-            )
-        )
+        noted.append(replace(seen, shares=shares, wanted=wanted, kind=(seen.kind, shares, wanted)))
         known |= trained | seen.code.parameters.keys()
-        views.end(seen)
+        given |= seen.argument_gradients.keys() | seen.code.gives_gradients.keys()
+    return noting_views(noted[::-1], tail)
+
+
+def noting_views(calls: Sequence[SeenCall], tail: Tail) -> tuple[SeenCall, ...]:
+    """Says of each call which gradients its backward finds as views of storages that outlive it."""
+    given = set(tail.code.gives_gradients)
+    views = _Views(calls)
+    if tail.code.has_bytes:
+        views.add(tail.code.gives_gradients, tail.code.views, set())
+    noted = []
+    for index, seen in reversed(list(enumerate(calls))):
+        summed = seen.argument_gradients.keys() - seen.outputs.keys()
+        as_views = tuple(number in summed and views.waits(number, index) for number in seen.numbers)
+        begins_as = views.begins_as(seen, index)
+        begins = tuple(
+            like is None and views.begins(number, index)
+            for number, like in zip(seen.output_numbers, begins_as, strict=True)
+        )
+        noted.append(replace(seen, wait_as_views=as_views, begins_with_views=begins, begins_as=begins_as))
+        views.add(seen.argument_gradients, seen.views, given - seen.outputs.keys())
         given |= seen.argument_gradients.keys()
-        views.add_code(seen.code, given)
+        if seen.code.has_bytes:
+            views.add(seen.code.gives_gradients, seen.code.views, given)
         given |= seen.code.gives_gradients.keys()
     return tuple(reversed(noted))
 
 
 class _Views:
-    """Gradients that code made as views of one storage: of a concatenation, of a sum."""
+    """Gradients that backwards made as views of one storage: of a concatenation, of a sum."""
 
     def __init__(self, calls: Sequence[SeenCall]) -> None:
-        self._owners: dict[int, tuple[Code, int]] = {}
+        self._owners: dict[int, tuple[GradientViews, int]] = {}
         self._full_bytes: dict[int, int] = {}
         self._born: dict[int, float] = {}
         for index, seen in reversed(list(enumerate(calls))):
@@ -58,26 +68,44 @@ class _Views:
             self._full_bytes |= seen.gradients
             self._born |= {number: index for number in seen.outputs if number not in seen.arguments}
 
-    def add_code(self, code: Code, given: set[int]) -> None:
-        """The backward of code has run; what was given a gradient before has a sum now."""
-        for number in code.gives_gradients if code.has_bytes else ():
-            owner = code.owner_of(number, self._full_bytes.get(number, 0))
+    def add(self, numbers: Iterable[int], views: GradientViews, given: Collection[int]) -> None:
+        """A backward has given these storages gradients; what was given one before has a sum now."""
+        for number in numbers:
+            owner = views.owner_of(number, self._full_bytes.get(number, 0))
             if owner is None or number in given:
                 self._owners.pop(number, None)
             else:
-                self._owners[number] = (code, owner)
+                self._owners[number] = (views, owner)
 
-    def end(self, seen: SeenCall) -> None:
-        """The backward of a call has run, and has added to the gradients of its arguments."""
-        for number in seen.argument_gradients:
-            self._owners.pop(number, None)
-
-    def outlives(self, number: int | None, call: int, *, is_contiguous: bool = False) -> bool:
+    def waits(self, number: int | None, call: int) -> bool:
         """Whether a gradient shares its storage with one that the backward of an earlier position reads."""
+        return any(self._born.get(other, call) < call for other in self._sharing(number))
+
+    def begins(self, number: int | None, call: int) -> bool:
+        """The same of a contiguous gradient of an output, also if this call's backward reads the other one."""
         found = None if number is None else self._owners.get(number)
-        if found is None or (is_contiguous and number in found[0].strided):
+        if found is None or number in found[0].strided:
             return False
-        return any(
-            other != number and code is found[0] and owner == found[1] and self._born.get(other, call) < call
-            for other, (code, owner) in self._owners.items()
-        )
+        return any(self._born.get(other, call) <= call for other in self._sharing(number))
+
+    def begins_as(self, seen: SeenCall, call: int) -> tuple[Gradient | None, ...]:
+        """The gradients of a call's outputs that are views, where its backward is the last to read their storage."""
+        numbers = seen.output_numbers
+        found: dict[int, Gradient] = {}
+        for number, shape in zip(numbers, seen.output_shapes, strict=True):
+            if number is not None and number in self._owners and numbers.count(number) == 1:
+                gradient = self._owners[number][0].gradients.get(number)
+                if gradient is not None and gradient.shape == shape:
+                    found[number] = gradient
+        # Others among its outputs that share the storage have to be made with it.
+        whole = {number for number in found if all(other in found for other in self._sharing(number))}
+        return tuple(found[number] if number in whole else None for number in numbers)
+
+    def _sharing(self, number: int | None) -> list[int]:
+        """Those whose gradients are views of the storage that this one's gradient is a view of."""
+        found = None if number is None else self._owners.get(number)
+        return [
+            other
+            for other, (views, owner) in self._owners.items()
+            if found is not None and other != number and views is found[0] and owner == found[1]
+        ]

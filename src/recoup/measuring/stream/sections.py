@@ -12,13 +12,13 @@ from torch.autograd import grad as run_grad
 from torch.autograd.graph import GradientEdge
 
 from recoup.devices.meter import Meter
-from recoup.model.cut_graph import seeded
-from recoup.tensors import num_bytes_of, storage_of
+from recoup.measuring.stream.gradient_views import GradientViews
+from recoup.model.cut_graph import described, seeded
 
 __all__ = ["Section", "Sections"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Section:
     """What one stretch of code added to the graph.
 
@@ -29,9 +29,7 @@ class Section:
         origins: for each of those ends, the number of the earlier section that it belongs to; None for others.
         parameters: among those ends.
         gradients: after its backward has run, bytes of the gradients of those storages, by number.
-        views: after its backward has run, by number, the storage that its gradient is a view of.
-        strided: after its backward has run, the numbers of those whose gradients are no contiguous views.
-        storages: bytes of these storages.
+        views: after its backward has run, the storages that these gradients are views of.
         to_code: after its backward has run, by an earlier section's number, bytes of the gradients of what that made.
     """
 
@@ -41,9 +39,7 @@ class Section:
     origins: Sequence[int | None]
     parameters: Sequence[Tensor]
     gradients: dict[int, int] = field(default_factory=dict)
-    views: dict[int, int] = field(default_factory=dict)
-    strided: set[int] = field(default_factory=set)
-    storages: dict[int, int] = field(default_factory=dict)
+    views: GradientViews = field(default_factory=GradientViews)
     to_code: dict[int, int] = field(default_factory=dict)
 
     def backward_bytes(self, meter: Meter, *, frees: bool) -> int:
@@ -62,25 +58,17 @@ class Section:
         return meter.peak_bytes() - before
 
     def _note_gradients(self, found: Sequence[Tensor | None]) -> None:
-        known: dict[int, int] = {}
-        for number, origin, tensor in zip(self.numbers, self.origins, found, strict=True):
-            if tensor is None or tensor.layout is not torch.strided:
+        gradients = described(found)
+        self.views = GradientViews.of(self.numbers, gradients)
+        known: set[int] = set()
+        for number, origin, gradient in zip(self.numbers, self.origins, gradients, strict=True):
+            if gradient is None:
                 continue
-            storage = storage_of(tensor)
-            if origin is not None and storage._cdata not in known:
-                self.to_code[origin] = self.to_code.get(origin, 0) + storage.nbytes()
-            owner = known.setdefault(storage._cdata, len(known))
-            if number is None:
-                continue
-            self.storages[owner] = storage.nbytes()
-            self.gradients[number] = self.gradients.get(number, 0) + num_bytes_of(tensor)
-            if number in self.views:
-                # Several gradients, which autograd adds up: a storage of their own.
-                owner = known[-1 - number] = len(known)
-                self.storages[owner] = self.gradients[number]
-            self.views[number] = owner
-            if not tensor.is_contiguous():
-                self.strided.add(number)
+            if origin is not None and gradient.owner not in known:
+                self.to_code[origin] = self.to_code.get(origin, 0) + gradient.owner_bytes
+            known.add(gradient.owner)
+            if number is not None:
+                self.gradients[number] = self.gradients.get(number, 0) + gradient.num_bytes
 
 
 class Sections:

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from recoup.devices.meter import Meter
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import CheckpointError, LossError
 from recoup.measuring.stream.given_gradients import noting_gradients
+from recoup.measuring.stream.gradient_views import GradientViews
 from recoup.measuring.stream.sections import Sections
 from recoup.model.accumulation import Accumulates
 from recoup.model.calls import kind_of_module
+from recoup.model.cut_graph import Gradient
 from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
 from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
@@ -50,9 +52,7 @@ class Code:
             output.
         backward_bytes: the most that lived in its backward, beyond what lived before.
         gives_gradients: storages made earlier that its backward gives a gradient, saved or not, and its bytes.
-        views: by these storages, the storage that the gradient is a view of.
-        strided: of these storages, those whose gradient is no contiguous view: a backward copies it.
-        gradient_storages: bytes of those that gradients are views of.
+        views: the storages that these gradients are views of.
         gives_code: by the calls before which earlier code ran, bytes of the gradients of what only that code knows.
         parameters: bytes of the gradients that its backward gives parameters, by their identity.
         alive: storages that live when its first operation runs.
@@ -62,9 +62,7 @@ class Code:
     transient_bytes: int
     backward_bytes: int = 0
     gives_gradients: Storages = field(default_factory=dict)
-    views: dict[int, int] = field(default_factory=dict)
-    strided: set[int] = field(default_factory=set)
-    gradient_storages: Storages = field(default_factory=dict)
+    views: GradientViews = field(default_factory=GradientViews)
     gives_code: dict[int, int] = field(default_factory=dict)
     parameters: dict[int, int] = field(default_factory=dict)
     alive: Storages = field(default_factory=dict)
@@ -73,19 +71,6 @@ class Code:
     def has_bytes(self) -> bool:
         """Whether it made or saved anything."""
         return bool(self.saved or self.transient_bytes)
-
-    def owner_of(self, storage: int, full_bytes: int) -> int | None:
-        """Among `gradient_storages`, the one that a storage's gradient is a view of; None if it has one of its own.
-
-        Args:
-            storage: that its backward gives a gradient.
-            full_bytes: of that gradient.
-        """
-        owner = self.views.get(storage)
-        if owner is None:
-            return None
-        is_shared = sum(other == owner for other in self.views.values()) > 1
-        return owner if is_shared or self.gradient_storages[owner] != full_bytes else None
 
 
 @dataclass(frozen=True)
@@ -103,12 +88,14 @@ class SeenCall:
         outputs: storages that it hands on.
         output_numbers: of the storages of all tensors among its outputs, in their order; None for what is resident and
             gets no gradient.
+        output_shapes: of the same tensors.
         saved_arguments: those of its arguments that its own graph saves.
         saved_bytes: that its own graph saves, but for its arguments.
         saved_inside: by modules directly inside it, bytes that their graphs save.
         num_saved: by the same modules, how many tensors their graphs save; by ``""``, those of the whole call.
         gradients: of its outputs, by storage.
         argument_gradients: of its arguments, by storage.
+        views: the storages that these gradients are views of; none are known before its backward has run once.
         given_parameters: bytes of the gradients of parameters among its arguments, by their identity.
         alive: storages that live when it is called.
         code: what ran before it.
@@ -118,6 +105,8 @@ class SeenCall:
             view of a storage that outlives the sum.
         begins_with_views: for each tensor among its outputs, whether its gradient is a contiguous view of a storage
             that outlives the call's backward.
+        begins_as: for each tensor among its outputs, its gradient, if that is a view of a storage that the call's
+            backward is the last to read; else None.
     """
 
     name: str
@@ -129,6 +118,7 @@ class SeenCall:
     remade: frozenset[int]
     outputs: Storages
     output_numbers: tuple[int | None, ...]
+    output_shapes: tuple[torch.Size, ...]
     saved_arguments: frozenset[int]
     saved_bytes: int
     saved_inside: dict[str, int]
@@ -138,15 +128,22 @@ class SeenCall:
     given_parameters: dict[int, int]
     alive: Storages
     code: Code
+    views: GradientViews = field(default_factory=GradientViews)
     shares: bool = False
     wanted: tuple[bool, ...] = ()
     wait_as_views: tuple[bool, ...] = ()
     begins_with_views: tuple[bool, ...] = ()
+    begins_as: tuple[Gradient | None, ...] = ()
+
+    @property
+    def gradients_wanted(self) -> tuple[bool | Gradient, ...]:
+        """For each tensor among its outputs, whether the step gives it a gradient, or which view."""
+        return tuple(like or is_wanted for like, is_wanted in zip(self.begins_as, self.wanted, strict=True))
 
     @property
     def cost_key(self) -> tuple[Any, ...]:
         """Equal for calls that cost the same."""
-        return (self.kind, self.wait_as_views, self.begins_with_views)
+        return (self.kind, self.wait_as_views, self.begins_with_views, self.begins_as)
 
     @property
     def resident_outputs(self) -> tuple[bool, ...]:
@@ -160,7 +157,8 @@ class Tail:
 
     Attributes:
         code: what it runs.
-        loss: storages of the loss, of its gradient, and of other models' gradients: they live through the backward.
+        loss: storages of the loss, of its gradient, of other models' gradients, and of what the step made before a
+            further forward: they live through the backward.
         output: storages of the model's output: all of a sample's, or what a step of the user's still holds.
         names: of the parts of that output, by storage.
     """
@@ -341,8 +339,6 @@ class _Looker(Visitor):
             backward_bytes,
             given | section.gradients,
             section.views,
-            section.strided,
-            section.storages,
             {self._calls_of[origin]: size for origin, size in section.to_code.items()},
             parameters,
             self._alive,
@@ -423,6 +419,7 @@ class _Looker(Visitor):
                 remade,
                 self.numbers.of(output),
                 tuple(map(self.numbers.of_tensor, tensors_in(output))),
+                tuple(tensor.shape for tensor in tensors_in(output)),
                 frozenset(self._saved_arguments),
                 sum(saved.values()),
                 saved_inside,
@@ -459,7 +456,8 @@ class _Looker(Visitor):
     def end(self, loss: Tensor, output: Any) -> None:
         code = self._end_code(loss)
         # The loss has a gradient too, which a backward holds until it ends.
-        at_loss = self.numbers.of(loss) | {_LOSS_GRADIENT: num_bytes_of(loss)}
+        self._loss = self.numbers.of(loss)
+        at_loss = self._loss | {_LOSS_GRADIENT: num_bytes_of(loss)}
         # So have other models, whose backwards came before. What the step reaches may be parts of this one.
         own = set(map(id, self.step.model.parameters()))
         others = [p for one in self.step.reached.modules for p in one.parameters() if id(p) not in own]
@@ -478,6 +476,20 @@ class _Looker(Visitor):
                     held[number] = size
                     names.setdefault(number, name)
         self.tail = Tail(code, at_loss, held, names)
+
+    def note_again(self, module: nn.Module, args: Any) -> None:
+        """A hook before the model's forward: what a pass has left beside its gradients lives in a pass after it."""
+        has_gradients = any(parameter.grad is not None for parameter in self.step.model.parameters())
+        if self.tail is None or has_gradients or not self.frees:
+            return
+        # Other models' gradients and optimizer state are counted already; an output may go when there is another.
+        others = [parameter.grad for one in self.step.reached.modules for parameter in one.parameters()]
+        counted = self.numbers.of([others, [optimizer.state for optimizer in self.step.optimizers]])
+        counted |= self.tail.output
+        living = self.numbers.storages(self.tracker.living())
+        # The next pass has a loss of its own.
+        left = {-2 - n if n in self._loss else n: size for n, size in living.items() if n not in counted}
+        self.tail = replace(self.tail, loss=self.tail.loss | left)
 
     def note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """A hook after the model's forward: what it returns may or may not be held until the backward."""
@@ -579,6 +591,7 @@ def _look(
         looker = _Looker(step, meter, tracker, inside, frees)
         push_saved_tensor_hooks(looker.pack, _given_back)
         stack.callback(pop_saved_tensor_hooks)
+        stack.callback(step.model.register_forward_pre_hook(looker.note_again).remove)
         stack.callback(step.model.register_forward_hook(looker.note_output).remove)
         # A pass that fails leaves lists of the model half filled, and the next one would go on from there.
         stack.callback(step.reached.hold())
