@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -455,15 +455,13 @@ class Measurement:
     def _try(self, call: UnitCall, recipe: Recipe, gradients: Gradients) -> CallBytes | None:
         """The bytes of a recipe; None if it does not fit even by itself, or cannot be replayed."""
         seen = self.calls[call.index]
-        # `seeded` takes both; what is between them hands them on.
-        wanted = cast(Sequence[bool], seen.gradients_wanted)
         try:
             return measure_bytes(
                 call,
                 recipe,
                 self.meter,
                 gradients=gradients,
-                wanted=wanted,
+                wanted=seen.gradients_wanted,
                 as_views=seen.wait_as_views,
                 begins_with_views=seen.begins_with_views,
                 resident=seen.resident_outputs,

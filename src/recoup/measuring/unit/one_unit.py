@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import backward as run_backward
 
 from recoup.devices.meter import Meter, Timing, gc_disabled
-from recoup.model.cut_graph import gradients_from, seeded, seeded_as
+from recoup.model.cut_graph import Gradient, gradients_from, seeded, seeded_as
 from recoup.model.recipe import Recipe, run_recipe
 from recoup.model.streaming import UnitCall
 from recoup.model.undo import made_attributes
@@ -98,7 +98,7 @@ def measure_bytes(
     meter: Meter,
     *,
     gradients: Gradients = Gradients.NONE,
-    wanted: Sequence[bool] | None = None,
+    wanted: Sequence[bool | Gradient] | None = None,
     as_views: Sequence[bool] = (),
     begins_with_views: Sequence[bool] = (),
     resident: Sequence[bool] = (),
@@ -110,7 +110,8 @@ def measure_bytes(
         recipe: under which.
         meter: of the device.
         gradients: that its parameters have already.
-        wanted: for each tensor among its outputs, whether the step gives it a gradient; by default all get one.
+        wanted: for each tensor among its outputs, whether the step gives it a gradient, or how that lies in memory; by
+            default all get one.
         as_views: for each tensor among its arguments, whether it has a gradient already, as a view of others' storage;
             by default none has. The view's bytes are not counted.
         begins_with_views: for each tensor among its outputs, whether its gradient is a view of others' storage, which
