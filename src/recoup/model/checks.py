@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from recoup.errors import FitError, SampleError
+from recoup.model.sharded import is_fsdp1
 from recoup.model.uncompile import runs_eagerly
 from recoup.snapshot.own_code import is_compiled_function
 
@@ -16,7 +17,7 @@ __all__ = ["check_model", "check_not_compiled"]
 
 
 def check_model(model: Any, error: type[FitError] = SampleError) -> None:
-    """Refuses what is no module, replicates itself, or has a parameter or buffer without a shape.
+    """Refuses what is no module, replicates or flattens itself, or has a parameter or buffer without a shape.
 
     Raises:
         FitError: the given error; it names the module.
@@ -29,6 +30,13 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
                 "The model is, or contains, an nn.DataParallel, whose copies would run the original's parameters under"
                 " a plan: give the module inside it, and train with nn.parallel.DistributedDataParallel, one process"
                 " per device, or on one device."
+            )
+        if is_fsdp1(module):
+            raise error(
+                "The model is, or contains, a FullyShardedDataParallel (FSDP1), which is not supported: it replaces"
+                " parameters by views of flat ones while modules run. Shard the model with"
+                " torch.distributed.fsdp.fully_shard (FSDP2) instead: fsdp_version=2 for Accelerate,"
+                " ModelParallelStrategy for Lightning."
             )
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(map(is_lazy, own)):
