@@ -81,7 +81,9 @@ class TrainingStep:
         self.writes = Writes()
         #: Number of backwards of other models before the model's own, whose forwards of the model are not visited.
         self.num_skipped = 0
-        check_not_compiled(model, self.reached.used_modules, self.reached.compiled)
+        check_not_compiled(
+            model, self.reached.used_modules, self.reached.compiled, is_sharded=bool(self.shards)
+        )
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
         #: Whether a step begins with gradients of the step before.
