@@ -27,7 +27,7 @@ def find_residents(
     parameter_bytes = sum(parameters.values())
     if meter.sees_residents:
         # Read now: the user's step may have made the state meanwhile.
-        state_bytes = sum(map(state_bytes_of, step.optimizers))
+        state_bytes = state_bytes_of(*step.optimizers)
         other_bytes = max(0, allocated_bytes - parameter_bytes - state_bytes)
     else:
         others = [tensor for one in step.reached.modules for tensor in (*one.parameters(), *one.buffers())]

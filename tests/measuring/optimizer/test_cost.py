@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from recoup.measuring import MemoryTracker, OptimizerCost, optimizer_cost
+from recoup.measuring.optimizer.cost import joint_cost, state_bytes_of
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -38,6 +40,46 @@ class Choosy(ByHand):
     def step(self, closure: Any = None) -> None:
         if all(bool(parameter.grad.isfinite().all()) for parameter in self.own if parameter.grad is not None):
             super().step()
+
+
+class Averaging(optim.AdamW):
+    """Holds a moving average of gradients in an attribute, from its first step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not hasattr(self, "averages"):
+            self.averages = [torch.zeros_like(parameter) for parameter in parameters]
+        for average, parameter in zip(self.averages, parameters, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(average.mul_(0.9).add_(parameter.grad, alpha=0.1))
+        return super().step(closure)
+
+
+class ChoosyAveraging(Averaging):
+    def step(self, closure: Any = None) -> Any:
+        if bool(self.param_groups[0]["params"][0].grad.isfinite().all()):
+            super().step(closure)
+
+
+class Lookahead(Optimizer):
+    """Wraps another optimizer, whose groups it shares, and makes a state of its own in every fifth step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.param_groups, self.defaults = (
+            optimizer,
+            optimizer.param_groups,
+            optimizer.defaults,
+        )
+        self.state, self.num_steps = defaultdict(dict), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        self.num_steps += 1
+        if self.num_steps % 5 == 0:
+            for parameter in self.param_groups[0]["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                parameter.mul_(0.5).add_(slow, alpha=0.5)
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -161,6 +203,57 @@ def test_nothing_is_touched(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+ELSEWHERE: dict[str, Make] = {
+    "attribute": Averaging,
+    "wrapper": lambda params: Lookahead(optim.AdamW(params)),
+    "list": lambda params: Lookahead(ByHand(params)),
+}
+
+
+@pytest.mark.parametrize("make_it", [make_model, make_deep_model])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_state_outside_of_the_state_dict(name: str, make_it: Callable[[], nn.Module]) -> None:
+    model = make_it()
+    optimizer = ELSEWHERE[name](model.parameters())
+    cost = optimizer_cost(optimizer)
+    give_gradients(model)
+    with MemoryTracker() as memory:
+        for _ in range(10):
+            memory.reset_peak()
+            optimizer.step()
+            transient_bytes = memory.peak_bytes - memory.current_bytes
+    assert cost == OptimizerCost(0, memory.current_bytes, transient_bytes)
+    assert optimizer_cost(optimizer) == OptimizerCost(memory.current_bytes, 0, transient_bytes)
+
+
+def test_state_outside_of_the_state_dict_of_an_accelerator() -> None:
+    """Counters stay in host memory there."""
+    model = make_deep_model()
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for make in (Averaging, ELSEWHERE["wrapper"]):
+        cost = optimizer_cost(make(model.parameters()), device_type="cuda")
+        assert (cost.missing_bytes, cost.is_estimate) == (3 * num_bytes, False)
+
+
+def test_state_outside_of_the_state_dict_scaled_up_from_samples() -> None:
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 7))
+    cost = optimizer_cost(ChoosyAveraging(model.parameters()))
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert cost.is_estimate
+    assert cost.missing_bytes == 3 * num_bytes + 4 * 4  # and four counters
+
+
+def test_an_optimizer_inside_another_counts_once() -> None:
+    model = make_model()
+    outer = Lookahead(optim.AdamW(model.parameters()))
+    cost = joint_cost([outer.optimizer, outer])
+    assert cost == optimizer_cost(outer)
+    assert cost.missing_bytes > optimizer_cost(outer.optimizer).missing_bytes
+    give_gradients(model)
+    outer.step()
+    assert state_bytes_of(outer, outer.optimizer) == state_bytes_of(outer.optimizer) > 0
+
+
 def test_only_parameters_without_state_are_missing() -> None:
     model = make_model()
     optimizer = optim.Adam(model[0].parameters())
@@ -183,6 +276,7 @@ def test_hooks_and_schedulers_are_not_called() -> None:
     weight = model[0].weight.clone()
     give_gradients(model)
     assert optimizer_cost(optimizer).missing_bytes == (30 * 20 + 20 + 20 * 7 + 2 * 7) * 4
+    assert optimizer_cost(Lookahead(optimizer)).missing_bytes > 0
     handle.remove()
     assert calls == []
     assert not optimizer.state

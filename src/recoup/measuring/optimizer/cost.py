@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recoup.measuring.optimizer.rehearsal import rehearse_on_fakes, rehearse_on_samples
+from recoup.measuring.optimizer.state import outermost, parameters_of, state_storages
 from recoup.model.optimizers import read_optimizers
-from recoup.tensors import plain_tensors, storages, tensors_in, working_device
+from recoup.tensors import plain_tensors, working_device
 
 __all__ = ["OptimizerCost", "joint_cost", "optimizer_cost", "state_bytes_of"]
 
@@ -35,7 +36,7 @@ class OptimizerCost:
 
 
 def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> OptimizerCost:
-    """Measures an optimizer by rehearsing two steps of a copy of it on fake tensors.
+    """Measures an optimizer by rehearsing steps of a copy of it on fake tensors.
 
     The optimizer and the model do not change, and nothing is allocated on their device. Where the rehearsal fails (a
     step that reads values), one on a few elements of each tensor is scaled up. Where that fails as well (a step that
@@ -54,7 +55,7 @@ def optimizer_cost(optimizer: Optimizer, *, device_type: str | None = None) -> O
     OptimizerCost(state_bytes=0, missing_bytes=144, transient_bytes=0, is_estimate=False)
     """
     (optimizer,) = read_optimizers(optimizer)
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     devices = _budget_devices(parameters)
     rehearsed = None if device_type is None else torch.device(device_type, 0)
     state_bytes = state_bytes_of(optimizer)
@@ -74,13 +75,9 @@ def _budget_devices(parameters: Iterable[Tensor]) -> frozenset[torch.device]:
     return frozenset(device for device in devices if device.type != "cpu") or frozenset(devices)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return list(dict.fromkeys(tensors_in([group["params"] for group in optimizer.param_groups])))
-
-
-def joint_cost(costs: Iterable[OptimizerCost]) -> OptimizerCost:
-    """The cost of several optimizers, which step one after the other."""
-    found = list(costs)
+def joint_cost(optimizers: Iterable[Optimizer], *, device_type: str | None = None) -> OptimizerCost:
+    """The cost of several optimizers, which step one after the other; some may be inside others."""
+    found = [optimizer_cost(optimizer, device_type=device_type) for optimizer in outermost(optimizers)]
     return OptimizerCost(
         sum(cost.state_bytes for cost in found),
         sum(cost.missing_bytes for cost in found),
@@ -89,16 +86,12 @@ def joint_cost(costs: Iterable[OptimizerCost]) -> OptimizerCost:
     )
 
 
-def state_bytes_of(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state now, on the device that computes with its parameters."""
-    devices = _budget_devices(_parameters(optimizer))
-    held = {
-        id(storage): storage.nbytes()
-        for tensor in tensors_in(list(optimizer.state.values()))
-        if tensor.device in devices
-        for storage in storages(tensor)
-    }
-    return sum(held.values())
+def state_bytes_of(*optimizers: Optimizer) -> int:
+    """Bytes of the state of optimizers now, on the device that computes with their parameters."""
+    held: dict[int, torch.UntypedStorage] = {}
+    for optimizer in optimizers:
+        held |= state_storages(optimizer, _budget_devices(parameters_of(optimizer)))
+    return sum(storage.nbytes() for storage in held.values())
 
 
 def _num_bytes(parameters: Iterable[Tensor]) -> int:
