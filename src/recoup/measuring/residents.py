@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from recoup.devices.meter import Meter
-from recoup.measuring.optimizer.cost import OptimizerCost, state_bytes_of
+from recoup.measuring.optimizer.cost import OptimizerCost
+from recoup.model.optimizer_state import state_bytes_of
 from recoup.model.step import TrainingStep
 from recoup.plans.profile import Residents
 from recoup.tensors import needing_gradient, num_bytes_of, on_device, storages_of
@@ -38,10 +39,12 @@ def find_residents(
     # Gradients that are views of buckets are counted as gradients.
     other_bytes -= buckets.num_bytes * (meter.sees_residents and buckets.is_allocated)
     other_bytes += meter.rounded(buckets.num_bytes) * (not buckets.are_gradients)
+    # A step of the user's holds by itself what the optimizer's does.
+    closure_bytes = optimizer.closure_bytes if step.step is None else 0
     return Residents(
         parameter_bytes,
         optimizer.state_bytes + optimizer.missing_bytes,
-        other_bytes,
+        other_bytes + closure_bytes,
         sum(map(num_bytes_of, needing_gradient(list(model.parameters())))),
-        optimizer.transient_bytes,
+        optimizer.transient_bytes - closure_bytes,
     )

@@ -12,7 +12,8 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from recoup.measuring import MemoryTracker, OptimizerCost, optimizer_cost
-from recoup.measuring.optimizer.cost import joint_cost, state_bytes_of
+from recoup.measuring.optimizer.cost import joint_cost
+from recoup.model.optimizer_state import state_bytes_of
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -293,11 +294,66 @@ def test_a_step_that_looks_at_values_is_scaled_up_from_samples() -> None:
     assert transient_bytes <= cost.transient_bytes <= 4 * transient_bytes
 
 
+class Searching(ByHand):
+    """Cannot step without a closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        closure()
+        super().step()
+
+
 def test_a_step_that_needs_a_closure_is_guessed() -> None:
     model = make_model()
     trained_bytes = (30 * 20 + 20 + 20 * 7 + 2 * 7) * 4
-    cost = optimizer_cost(optim.LBFGS(model.parameters()))
+    cost = optimizer_cost(Searching(model.parameters()))
     assert cost == OptimizerCost(0, 2 * trained_bytes, 2 * trained_bytes, is_estimate=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_iter": 1}, {"max_iter": 4}, {"max_iter": 20, "line_search_fn": "strong_wolfe"}],
+    ids=str,
+)
+def test_the_history_of_lbfgs(settings: dict[str, Any]) -> None:
+    """Before its first step, while its history grows, and when that is full."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(100, 10)), nn.Parameter(torch.randn(1000))]
+    curvature, running_bytes, outer_bytes = torch.rand(2000) + 0.1, 0, 0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = optim.LBFGS(
+        parameters, lr=0.05, history_size=3, tolerance_grad=0, tolerance_change=0, **settings
+    )
+    costs = [optimizer_cost(optimizer)]
+    with MemoryTracker() as memory:
+
+        def closure() -> Tensor:
+            nonlocal running_bytes, outer_bytes
+            running_bytes = max(running_bytes, memory.current_bytes)
+            outer_bytes = max(outer_bytes, memory.peak_bytes)
+            with torch.no_grad():
+                flat = torch.cat([parameter.view(-1) for parameter in parameters])
+                gradient = curvature * flat.tanh()
+                parameters[0].grad.copy_(gradient[:1000].view(100, 10))
+                parameters[1].grad.copy_(gradient[1000:])
+                value = (curvature * flat.cosh().log()).sum()
+            del flat, gradient
+            memory.reset_peak()
+            return value
+
+        for _ in range(8):
+            optimizer.step(closure)
+            outer_bytes = max(outer_bytes, memory.peak_bytes)
+            costs.append(optimizer_cost(optimizer))
+    assert len(optimizer.state[parameters[0]]["old_dirs"]) == 3
+    assert [cost.state_bytes for cost in (costs[0], costs[-1])] == [0, memory.current_bytes]
+    num_numbers = 16
+    for cost in costs:
+        held_bytes = cost.state_bytes + cost.missing_bytes
+        assert held_bytes + cost.closure_bytes == pytest.approx(running_bytes, abs=4 * num_numbers)
+        assert held_bytes + cost.transient_bytes == pytest.approx(outer_bytes, abs=4 * num_numbers)
+        assert cost.is_estimate
 
 
 def test_scalar_and_empty_parameters() -> None:

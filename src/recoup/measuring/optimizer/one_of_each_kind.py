@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from recoup.measuring.optimizer.state import parameters_of, with_optimizers_inside
+from recoup.model.optimizer_state import parameters_of, with_optimizers_inside
 from recoup.tensors import tensors_in
 
 __all__ = ["rehearse_few"]

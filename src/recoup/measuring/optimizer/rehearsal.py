@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from recoup.devices.tracker import MemoryTracker
 from recoup.measuring.copying import copy_with_tensors
 from recoup.measuring.optimizer.one_of_each_kind import rehearse_few
-from recoup.measuring.optimizer.state import parameters_of, state_storages, with_optimizers_inside
+from recoup.model.optimizer_state import parameters_of, state_storages, with_optimizers_inside
 from recoup.tensors import plain_tensors, storages, tensors_in
 from recoup.torch_private import (
     DataDependentOutputException,

@@ -9,9 +9,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recoup.snapshot.reachable import Reached
-from recoup.tensors import storages, tensors_in
+from recoup.tensors import storages, tensors_in, working_device
 
-__all__ = ["outermost", "parameters_of", "state_storages", "with_optimizers_inside"]
+__all__ = [
+    "all_state_storages",
+    "budget_devices",
+    "outermost",
+    "parameters_of",
+    "state_bytes_of",
+    "state_storages",
+    "with_optimizers_inside",
+]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -34,6 +42,25 @@ def outermost(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
             found.append(one)
             seen.update(inside[one])
     return found
+
+
+def state_bytes_of(*optimizers: Optimizer) -> int:
+    """Bytes of the state of optimizers now, on the device that computes with their parameters."""
+    return sum(storage.nbytes() for storage in all_state_storages(optimizers))
+
+
+def all_state_storages(optimizers: Iterable[Optimizer]) -> list[torch.UntypedStorage]:
+    """The storages of the state of optimizers now, each once, on the device that computes with their parameters."""
+    held: dict[int, torch.UntypedStorage] = {}
+    for optimizer in optimizers:
+        held |= state_storages(optimizer, budget_devices(parameters_of(optimizer)))
+    return list(held.values())
+
+
+def budget_devices(parameters: Iterable[Tensor]) -> frozenset[torch.device]:
+    """The accelerators that compute with parameters, or the host if none does."""
+    devices = {working_device(parameter) for parameter in parameters}
+    return frozenset(device for device in devices if device.type != "cpu") or frozenset(devices)
 
 
 def state_storages(
