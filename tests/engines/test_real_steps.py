@@ -10,6 +10,20 @@ import recoup
 from recoup.measuring import MemoryTracker
 
 
+class Replacing(torch.optim.Optimizer):
+    """Makes new tensors for its state in every step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["mean"] = state.get("mean", torch.zeros_like(parameter)) * 0.9
+            parameter.sub_(state["mean"].add_(parameter.grad))
+
+
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
@@ -53,3 +67,17 @@ class TestOptimizerState:
         assert len(optimizer.state[model[0][0].weight]["old_dirs"]) == 4
         found += [verified_bytes(step=step), verified_bytes(**sample)]
         assert found == pytest.approx([peak_bytes] * 4, rel=0.01)
+
+    def test_tensors_that_are_replaced(self) -> None:
+        model = make_model()
+        optimizer = Replacing(model.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(self.X).square().mean().backward()
+            optimizer.step()
+
+        fitted = recoup.fit(model, step=step, budget="1GiB", optimizer=optimizer, race=False)
+        recoup.remove(model)
+        assert fitted.verification is not None
+        assert fitted.verification.peak_bytes == pytest.approx(self.real_peak_bytes(model, step), rel=0.01)

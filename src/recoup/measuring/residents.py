@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from recoup.devices.meter import Meter
+from recoup.devices.meter import Meter, device_of
 from recoup.measuring.optimizer.cost import OptimizerCost
-from recoup.model.optimizer_state import state_bytes_of
+from recoup.model.optimizer_state import all_state_storages, state_bytes_of
 from recoup.model.step import TrainingStep
 from recoup.plans.profile import Residents
 from recoup.tensors import needing_gradient, num_bytes_of, on_device, storages_of
@@ -32,7 +32,7 @@ def find_residents(
         other_bytes = max(0, allocated_bytes - parameter_bytes - state_bytes)
     else:
         others = [tensor for one in step.reached.modules for tensor in (*one.parameters(), *one.buffers())]
-        residents = parameters | storages_of((step.given, others))
+        residents = parameters | storages_of((step.given, others)) | _inputs(step)
         rounded_bytes = sum(map(meter.rounded, residents.values()))
         other_bytes = rounded_bytes - parameter_bytes + meter.workspace_bytes
     buckets = step.buckets
@@ -48,3 +48,12 @@ def find_residents(
         sum(map(num_bytes_of, needing_gradient(list(model.parameters())))),
         optimizer.transient_bytes - closure_bytes,
     )
+
+
+def _inputs(step: TrainingStep) -> dict[int, int]:
+    """Bytes by storage of what the step's code reads, beside what is counted as something else."""
+    device = device_of(step.model, step.given)
+    found = storages_of([tensor for tensor in step.inputs if tensor.device == device])
+    for storage in (*all_state_storages(step.optimizers), *step.shards.storages()):
+        found.pop(storage._cdata, None)
+    return found

@@ -73,12 +73,17 @@ class TrainingStep:
         # What stands in for gathered parameters is the sharding's own.
         gathered = self.shards.originals()
         self.reached.leaves = [leaf for leaf in self.reached.leaves if id(leaf) not in gathered]
+        known = gathered.keys() | {id(parameter.grad) for parameter in model.parameters()}
+        self.reached.tensors = [tensor for tensor in self.reached.tensors if id(tensor) not in known]
         gradient_hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
         #: Whether a run may step an optimizer: in a callable of the user's, or in a hook of a parameter.
         self.changes_parameters = step is not None or any(gradient_hooks)
         stepped = self.reached.optimizers if self.changes_parameters else []
         self.optimizers = read_optimizers([*read_optimizers(optimizer), *stepped])
         self.writes = Writes()
+        #: Tensors that its code can reach and its operations read, such as the batch of a step of the user's; known
+        #: after `watch_calls`.
+        self.inputs: list[Tensor] = []
         #: Number of backwards of other models before the model's own, whose forwards of the model are not visited.
         self.num_skipped = 0
         check_not_compiled(
@@ -237,17 +242,18 @@ class TrainingStep:
             return run_grad(*args, **kwargs)
 
         trained = self._trained()
-        # Each run starts from the same counters.
-        put_back = self.reached.hold()
-        if self.leaves_gradients:
-            with without_modes():
+        with without_modes():
+            # Each run starts from the same counters.
+            put_back = self.reached.hold()
+            if self.leaves_gradients:
                 self._give_gradients(self.model.parameters())
         try:
             with _autograd_replaced(backward=backward, grad=grad):
                 self.step()
             self.leaves_gradients = any(p.grad is not None for p in self.model.parameters())
         finally:
-            put_back()
+            with without_modes():
+                put_back()
             for parameter in trained:
                 parameter.grad = None
 
