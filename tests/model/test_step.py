@@ -8,6 +8,7 @@ import torch
 from tally import Tally
 from torch import Tensor, nn
 
+import recoup
 from recoup.errors import LossError, SampleError, UnitError
 from recoup.measuring import measure
 from recoup.model.calls import watch_calls
@@ -208,6 +209,46 @@ class TestStepCallables:
 
         assert [unit.name for unit in measure(model, step=step).units] == ["[0:2]", "2", "loss"]
         assert torch.autograd.backward.__module__ == "torch.autograd"
+
+    @pytest.mark.parametrize("num_outputs", [1, 2])
+    def test_backwards_from_outputs_with_given_gradients(self, num_outputs: int) -> None:
+        """As a stage of a pipeline has them. They count as made by the backward, whoever made them, with a scalar."""
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(128, 64)
+        gradients = [torch.randn(128, 32) for _ in range(num_outputs)]
+
+        def step() -> None:
+            model.zero_grad()
+            outputs = [model(x) for _ in gradients]
+            if num_outputs == 1:
+                outputs[0].backward(gradients[0])
+            else:
+                torch.autograd.backward(outputs, gradients)
+
+        fitted = recoup.fit(model, step=step, budget="1GiB", race=False)
+        assert fitted.verification is not None
+        assert fitted.verification.gradients == "bit-equal"
+        over_bytes = fitted.plan.predicted_bytes - fitted.verification.peak_bytes
+        assert over_bytes == sum(gradient.nbytes for gradient in gradients) + 8
+
+    def test_a_backward_that_stops_before_the_model_runs(self) -> None:
+        """GradCache: gradients of outputs first, which the backwards through the model then begin with."""
+        model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(32, 16)
+
+        def step() -> None:
+            model.zero_grad()
+            with torch.no_grad():
+                outputs = torch.cat([model(rows) for rows in x.chunk(4)])
+            outputs.requires_grad_()
+            (outputs @ outputs.T).square().mean().backward()
+            assert outputs.grad is not None
+            for rows, gradient in zip(x.chunk(4), outputs.grad.chunk(4), strict=True):
+                model(rows).backward(gradient)
+
+        fitted = recoup.fit(model, step=step, budget="1GiB", race=False)
+        assert fitted.verification is not None
+        assert fitted.verification.gradients == "bit-equal"
+        assert fitted.profile.accumulates
+        assert [unit.name for unit in fitted.profile.units] == ["before [0:2]", "[0:2]", "2", "loss"]
 
     def test_two_rounds_accumulate(self) -> None:
         model = mlp()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from recoup.model.wrappers import NO_BUCKETS, Buckets
 from recoup.ranks import ALONE, Ranks
 from recoup.snapshot.reachable import Reached, hooks_of
 from recoup.snapshot.writes import Writes
-from recoup.tensors import is_divided, tensors_in
+from recoup.tensors import graph_nodes, is_divided, tensors_in
 from recoup.torch_private import without_modes
 
 __all__ = ["TrainingStep"]
@@ -204,9 +204,10 @@ class TrainingStep:
         return loss
 
     def run_unchecked(self) -> None:
-        """Runs the forward alone, without a check of the loss."""
+        """Runs the forward alone, without a check of the loss; a step of the user's with backwards of other models."""
         if self.step is not None:
-            self.run(lambda loss, output: None)
+            trained = self.parameter_ids()
+            self.run(lambda loss, output: loss.requires_grad and not _reaches(loss, trained))
             return
         output = self.model(*self.args, **self.kwargs)
         if self.loss is None:
@@ -217,6 +218,10 @@ class TrainingStep:
             raise
         except Exception as error:
             raise _LossFailedError(describe_sample(output)) from error
+
+    def parameter_ids(self) -> set[int]:
+        """The identities of the parameters that get gradients, and of what stands in for them while gathered."""
+        return {id(p) for p in self.model.parameters() if p.requires_grad} | self.shards.originals().keys()
 
     def run(self, at_backward: Callable[[Tensor, Any], bool | None]) -> None:
         """Runs the step; ``at_backward(loss, output)`` replaces each backward, unless it returns True.
@@ -231,9 +236,9 @@ class TrainingStep:
 
         run_backward, run_grad = torch.autograd.backward, torch.autograd.grad
 
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if at_backward(tensors if isinstance(tensors, Tensor) else tensors[0], None):
-                run_backward(tensors, *args, **kwargs)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if at_backward(_as_loss(tensors, grad_tensors), None):
+                run_backward(tensors, grad_tensors, *args, **kwargs)
             else:
                 self._give_gradients(trained)
 
@@ -282,6 +287,40 @@ _GRAD_IN_STEP = (
     " each other: leave that term (a gradient penalty, say) out of step= and leave room for it in the budget, or name"
     " units= that contain all that it goes through. The fitted model then runs your whole step."
 )
+
+
+class _GivenGradients(torch.autograd.Function):
+    """A scalar whose backward hands on gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None, *ctx.gradients)
+
+
+def _as_loss(tensors: Any, gradients: Any) -> Tensor:
+    """What a backward begins at, as one scalar: a loss, or several; or outputs with their gradients."""
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    first: Tensor = roots[0]
+    if len(roots) == 1 and first.numel() == 1:
+        return first
+    given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    given += [None] * (len(roots) - len(given))
+    known = [
+        torch.ones_like(root) if gradient is None else gradient.detach()
+        for root, gradient in zip(roots, given, strict=True)
+    ]
+    found: Tensor = _GivenGradients.apply(known, *roots)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _reaches(loss: Tensor, parameters: set[int]) -> bool:
+    """Whether a loss depends on one of these parameters."""
+    return any(id(getattr(node, "variable", None)) in parameters for node in graph_nodes(loss))
 
 
 class _LossFailedError(Exception):

@@ -153,8 +153,7 @@ class _Stream:
         self.num_calls = 0
         self.num_foreign = 0
         self.calls_of: dict[nn.Module, int] = {}
-        self.trained = {id(p) for p in step.model.parameters() if p.requires_grad}
-        self.trained |= step.shards.originals().keys()
+        self.trained = step.parameter_ids()
         self.handed: list[weakref.ref[_Mark]] = []
         self.is_inside = False
         self.has_ended = False
