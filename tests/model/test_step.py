@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -302,6 +303,54 @@ class TestStepCallables:
         ):
             measure(mlp(), step=step)
         assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+class Forces(nn.Module):
+    """A force field: the gradient of an energy by positions, inside the forward."""
+
+    def __init__(self, derive: Any) -> None:
+        super().__init__()
+        self.layers, self.derive = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 1)), derive
+
+    def forward(self, positions: Tensor) -> Tensor:
+        positions = positions.detach().requires_grad_()
+        with torch.enable_grad():
+            (forces,) = self.derive(self.layers(positions).sum(), positions, create_graph=True)
+        return forces.square().mean()
+
+
+class TestDerivativesInsideTheStep:
+    X = torch.randn(8, 3)
+
+    # By its name in torch, and by a name of the user's.
+    @pytest.mark.parametrize("derive", [lambda *a, **k: torch.autograd.grad(*a, **k), torch.autograd.grad])
+    def test_in_the_models_forward(self, derive: Any) -> None:
+        says = r"Forces failed: RuntimeError.*calls torch.autograd.grad.*name units= that contain the whole module"
+        for run in (measure, recoup.audit, partial(recoup.fit, budget="1GiB")):
+            with pytest.raises(SampleError, match=says):
+                run(Forces(derive), self.X)
+        model = nn.Sequential(Forces(derive))
+        fitted = recoup.fit(model, self.X, budget="1GiB", units=["0"], race=False)
+        assert fitted.verification is not None
+        assert fitted.verification.gradients == "bit-equal"
+
+    def test_of_torch_func(self) -> None:
+        """Per-sample gradients, as for DP-SGD."""
+        model = mlp()
+
+        def loss_of(parameters: Any, row: Tensor) -> Tensor:
+            return torch.func.functional_call(model, parameters, (row,)).sum()
+
+        def step() -> None:
+            parameters = {name: value.detach() for name, value in model.named_parameters()}
+            gradients = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(parameters, X)
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name].mean(0)
+
+        says = r"step= failed: RuntimeError.*no hooks on saved tensors, by which recoup measures. Leave what uses it"
+        for run in (measure, recoup.audit):
+            with pytest.raises(SampleError, match=says):
+                run(model, step=step)
 
 
 def test_calls_of_a_step_stand_under_one_root() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -160,13 +162,20 @@ class TrainingStep:
         output = self.model(*self.args, **self.kwargs)
         return output, self.loss_of(output)
 
+    def takes_derivatives(self, error: BaseException) -> bool:
+        """Whether an error may be due to derivatives that the user's code takes inside the step."""
+        return self.calls_grad or _is_of_grad(error) or _is_of_func(error)
+
     def refusal(self, error: Exception) -> SampleError | LossError:
         """The error for a step that failed: in the model, in the loss, or in a step of the user's."""
         what = f"{type(error).__name__}: {error}"
+        is_of_func = _is_of_func(error)
         if self.step is not None:
-            return SampleError(
-                f"step= failed: {what}. {_GRAD_IN_STEP if self.calls_grad else _STEP_IN_PIECES}"
-            )
+            why = _GRAD_IN_STEP if self.takes_derivatives(error) else _STEP_IN_PIECES
+            return SampleError(f"step= failed: {what.rstrip('.')}. {_FUNC_GRAD if is_of_func else why}")
+        if self.takes_derivatives(error):
+            why = _FUNC_GRAD if is_of_func else _GRAD_IN_FORWARD
+            return SampleError(f"{type(self.model).__name__} failed: {what.rstrip('.')}. {why}")
         if isinstance(error, _LossFailedError):
             cause = error.__cause__
             return LossError(
@@ -287,6 +296,32 @@ _GRAD_IN_STEP = (
     " each other: leave that term (a gradient penalty, say) out of step= and leave room for it in the budget, or name"
     " units= that contain all that it goes through. The fitted model then runs your whole step."
 )
+_GRAD_IN_FORWARD = (
+    "Its forward calls torch.autograd.grad, which cannot reach through units while they are measured one at a time, cut"
+    " off from each other: name units= that contain the whole module that calls it. If the model itself does, name"
+    " units that leave a way around them, such as blocks of a residual stream: what their second derivatives take is"
+    " then known from real steps only."
+)
+_FUNC_GRAD = (
+    "While torch.func.grad (vjp, jacrev, hessian) runs, torch allows no hooks on saved tensors, by which recoup"
+    " measures. Leave what uses it out of step=, and leave room for it in the budget: it runs without the plan."
+)
+
+
+def _is_of_grad(error: BaseException) -> bool:
+    """Whether torch.autograd.grad raised an error, called by other code than recoup's."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(
+        called.f_code is torch.autograd.grad.__code__
+        and not caller.f_globals.get("__name__", "").startswith("recoup.")
+        for caller, called in pairwise(frames)
+    )
+
+
+def _is_of_func(error: BaseException) -> bool:
+    """Whether an error was raised under `torch.func.grad` and its like, which are in one file."""
+    file = torch.func.vjp.__code__.co_filename
+    return any(frame.f_code.co_filename == file for frame, _ in walk_tb(error.__traceback__))
 
 
 class _GivenGradients(torch.autograd.Function):

@@ -22,7 +22,7 @@ from recoup.model.accumulation import Accumulates
 from recoup.model.calls import kind_of_module
 from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
-from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
+from recoup.model.streaming import LeakError, UnitCall, Visitor, explaining, stream
 from recoup.tensors import (
     named_outputs,
     needing_gradient,
@@ -515,15 +515,9 @@ def look(
     except (RuntimeError, LeakError) as error:
         if isinstance(error, LeakError) and not step.calls_grad:
             raise
-    try:
+    with explaining(step):
         # A backward inside the forward may go through code whose graph was freed.
         return _look(step, units, meter, inside, frees=False)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, LeakError) as error:
-        if not step.calls_grad:
-            raise
-        raise step.refusal(error) from error
 
 
 def _look(
