@@ -255,7 +255,7 @@ class Reached:
                 mode = partial(getattr, module, "training", None), partial(setattr, module, "training")
                 self._places.append((name, setting(*mode)))
             else:
-                self._visit_module(f"{name}.{path}", vars(module))
+                self._visit_module(f"{name}.{path}" if path else name, vars(module))
             # What a unit's own code does with an iterator is for the audit to say.
             self._queue(((name, cls) for cls in type(module).__mro__), False)
 
