@@ -94,7 +94,7 @@ def damaged(path: str, value: Any) -> str:
         ("profile", 3, "A profile should be an object; got int"),
         ("profile/model", ..., "A profile lacks model"),
         ("profile/model", 3, "A profile's 'model' should be a str; got 3"),
-        ("profile/accumulates", 1, "A profile's 'accumulates' should be a bool; got 1"),
+        ("profile/accumulates", 1, "A profile's 'accumulates' should be a bool or \"unreduced\"; got 1"),
         ("profile/colour", "red", "A profile has unknown colour"),
         ("profile/units", {}, "units should be a list; got dict"),
         ("profile/units/0", ..., "The profile names 2 units, and its problem has 3"),
