@@ -80,6 +80,16 @@ def test_reset_peak() -> None:
         assert memory.peak_bytes == 400
 
 
+def test_what_existed_before_counts_if_asked_for() -> None:
+    old = torch.zeros(256)
+    with MemoryTracker() as memory:
+        memory.count([old.untyped_storage()])
+        memory.count([old[:3].untyped_storage()])
+        assert memory.current_bytes == 1024
+        old = old + 1
+        assert (memory.current_bytes, memory.peak_bytes) == (1024, 2048)
+
+
 def test_made_bytes_counts_everything_ever_made() -> None:
     with MemoryTracker() as memory:
         for _ in range(3):

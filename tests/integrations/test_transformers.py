@@ -158,7 +158,9 @@ class Watched(Trainer):
             return super().training_step(*given)
         ends: list[Any] = []
         run = super().training_step
-        self.peaks.append(peak_bytes(lambda: ends.append(run(*given)), self.model, self.optimizer))
+        self.peaks.append(
+            peak_bytes(lambda: ends.append(run(*given)), self.model, self.optimizer, *given[1:])
+        )
         return ends.pop()
 
 

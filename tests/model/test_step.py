@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tally import Tally
 from torch import Tensor, nn
 
+import recoup
 from recoup.errors import LossError, SampleError, UnitError
 from recoup.measuring import measure
 from recoup.model.calls import watch_calls
@@ -171,9 +173,8 @@ class TestStepCallables:
             assert [option.held_bytes for option in unit.options] == [
                 option.held_bytes for option in other.options
             ]
-        # Whose sample it is, and what the user's variables hold in the backward, is not known.
-        assert known.residents.other_bytes == 4 * 6 * 4
-        assert profile.residents.other_bytes == 0
+        # What the user's variables hold in the backward is not known; what the step reads counts as a sample does.
+        assert profile.residents.other_bytes == known.residents.other_bytes == X.nbytes
 
     def test_one_that_steps_an_optimizer(self) -> None:
         model = mlp()
@@ -209,6 +210,46 @@ class TestStepCallables:
 
         assert [unit.name for unit in measure(model, step=step).units] == ["[0:2]", "2", "loss"]
         assert torch.autograd.backward.__module__ == "torch.autograd"
+
+    @pytest.mark.parametrize("num_outputs", [1, 2])
+    def test_backwards_from_outputs_with_given_gradients(self, num_outputs: int) -> None:
+        """As a stage of a pipeline has them. They count as made by the backward, whoever made them, with a scalar."""
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(128, 64)
+        gradients = [torch.randn(128, 32) for _ in range(num_outputs)]
+
+        def step() -> None:
+            model.zero_grad()
+            outputs = [model(x) for _ in gradients]
+            if num_outputs == 1:
+                outputs[0].backward(gradients[0])
+            else:
+                torch.autograd.backward(outputs, gradients)
+
+        fitted = recoup.fit(model, step=step, budget="1GiB", race=False)
+        assert fitted.verification is not None
+        assert fitted.verification.gradients == "bit-equal"
+        over_bytes = fitted.plan.predicted_bytes - fitted.verification.peak_bytes
+        assert over_bytes == sum(gradient.nbytes for gradient in gradients) + 8
+
+    def test_a_backward_that_stops_before_the_model_runs(self) -> None:
+        """GradCache: gradients of outputs first, which the backwards through the model then begin with."""
+        model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(32, 16)
+
+        def step() -> None:
+            model.zero_grad()
+            with torch.no_grad():
+                outputs = torch.cat([model(rows) for rows in x.chunk(4)])
+            outputs.requires_grad_()
+            (outputs @ outputs.T).square().mean().backward()
+            assert outputs.grad is not None
+            for rows, gradient in zip(x.chunk(4), outputs.grad.chunk(4), strict=True):
+                model(rows).backward(gradient)
+
+        fitted = recoup.fit(model, step=step, budget="1GiB", race=False)
+        assert fitted.verification is not None
+        assert fitted.verification.gradients == "bit-equal"
+        assert fitted.profile.accumulates
+        assert [unit.name for unit in fitted.profile.units] == ["before [0:2]", "[0:2]", "2", "loss"]
 
     def test_two_rounds_accumulate(self) -> None:
         model = mlp()
@@ -262,6 +303,54 @@ class TestStepCallables:
         ):
             measure(mlp(), step=step)
         assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+class Forces(nn.Module):
+    """A force field: the gradient of an energy by positions, inside the forward."""
+
+    def __init__(self, derive: Any) -> None:
+        super().__init__()
+        self.layers, self.derive = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 1)), derive
+
+    def forward(self, positions: Tensor) -> Tensor:
+        positions = positions.detach().requires_grad_()
+        with torch.enable_grad():
+            (forces,) = self.derive(self.layers(positions).sum(), positions, create_graph=True)
+        return forces.square().mean()
+
+
+class TestDerivativesInsideTheStep:
+    X = torch.randn(8, 3)
+
+    # By its name in torch, and by a name of the user's.
+    @pytest.mark.parametrize("derive", [lambda *a, **k: torch.autograd.grad(*a, **k), torch.autograd.grad])
+    def test_in_the_models_forward(self, derive: Any) -> None:
+        says = r"Forces failed: RuntimeError.*calls torch.autograd.grad.*name units= that contain the whole module"
+        for run in (measure, recoup.audit, partial(recoup.fit, budget="1GiB")):
+            with pytest.raises(SampleError, match=says):
+                run(Forces(derive), self.X)
+        model = nn.Sequential(Forces(derive))
+        fitted = recoup.fit(model, self.X, budget="1GiB", units=["0"], race=False)
+        assert fitted.verification is not None
+        assert fitted.verification.gradients == "bit-equal"
+
+    def test_of_torch_func(self) -> None:
+        """Per-sample gradients, as for DP-SGD."""
+        model = mlp()
+
+        def loss_of(parameters: Any, row: Tensor) -> Tensor:
+            return torch.func.functional_call(model, parameters, (row,)).sum()
+
+        def step() -> None:
+            parameters = {name: value.detach() for name, value in model.named_parameters()}
+            gradients = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(parameters, X)
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name].mean(0)
+
+        says = r"step= failed: RuntimeError.*no hooks on saved tensors, by which recoup measures. Leave what uses it"
+        for run in (measure, recoup.audit):
+            with pytest.raises(SampleError, match=says):
+                run(model, step=step)
 
 
 def test_calls_of_a_step_stand_under_one_root() -> None:

@@ -147,6 +147,17 @@ def test_the_optimizers_floor_is_no_matter_of_activations() -> None:
     assert plan(heavy, floor).keeps_everything
 
 
+def test_a_floor_without_an_optimizer() -> None:
+    profile = unequal_profile()
+    residents = replace(
+        profile.residents, optimizer_bytes=0, optimizer_transient_bytes=0, gradient_bytes=10**8
+    )
+    heavy = replace(profile, residents=residents)
+    with pytest.raises(BudgetError, match=r"^Apart from activations, the step needs 95\.\d MiB") as caught:
+        plan(heavy, residents.optimizer_peak_bytes - 1)
+    assert "optimizer" not in str(caught.value)
+
+
 def test_what_segments_hold_besides_their_input_counts() -> None:
     """Buffers are copied for the replay: that is part of the prediction."""
     torch.manual_seed(0)

@@ -165,3 +165,11 @@ def test_hooks_of_modules_and_parameters() -> None:
     model(torch.zeros(1, 2)).sum().backward()
     put_back()
     assert seen == []
+
+
+def test_names_of_what_modules_hold() -> None:
+    """As their user writes them: of the model itself, and of a module in it."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    for module in (model, model[0]):
+        module.training_step = torch.compile(count, backend="eager")
+    assert Reached([], known=model).compiled == ["model.training_step", "model.0.training_step"]

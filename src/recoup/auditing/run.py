@@ -11,7 +11,7 @@ from recoup.auditing.examine import examine
 from recoup.auditing.findings import Audit, Finding
 from recoup.model.calls import watch_calls
 from recoup.model.step import TrainingStep
-from recoup.model.streaming import UnitCall, Visitor, stream
+from recoup.model.streaming import UnitCall, Visitor, explaining, stream
 from recoup.model.units import Units, choose_units, find_units
 from recoup.model.wrappers import unsynchronized, unwrapped_model
 
@@ -69,7 +69,7 @@ def audit_step(
         only: the indices of the calls to examine among all of them; unless given, every call.
     """
     visitor = _Visitor(only)
-    with step.plain():
+    with step.plain(), explaining(step):
         stream(step, units, visitor)
     return Audit(tuple(visitor.findings))
 

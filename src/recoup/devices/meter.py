@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -95,6 +95,9 @@ class Meter(ABC):
 
     def follow(self, storages: Sequence[torch.UntypedStorage]) -> None:  # noqa: B027 (an allocator counts them anyway)
         """Inside `watching`, counts storages that are resized without an operation."""
+
+    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:  # noqa: B027 (an allocator counts them anyway)
+        """Inside `watching`, counts storages that existed before, so that freeing them shows."""
 
     def ignore(self, storages: Sequence[torch.UntypedStorage]) -> None:  # noqa: B027 (none change while units run)
         """Inside `watching`, counts storages as what existed before, however large they become."""
@@ -191,6 +194,9 @@ class CpuMeter(Meter):
 
     def follow(self, storages: Sequence[torch.UntypedStorage]) -> None:
         self.tracker.follow(storages)
+
+    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        self.tracker.count(storages)
 
     def ignore(self, storages: Sequence[torch.UntypedStorage]) -> None:
         self.tracker.ignore(storages)

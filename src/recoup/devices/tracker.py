@@ -114,6 +114,12 @@ class MemoryTracker(WatchingMode):
                 self._meet(storage, is_new=True)
             self._followed.append(storage)
 
+    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Counts storages that existed before as if the block had allocated them, so that freeing them shows."""
+        for storage in storages:
+            if id(storage) not in self._seen:
+                self._meet(storage, is_new=True)
+
     def ignore(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Counts storages as what existed before, however large they become."""
         for storage in storages:

@@ -21,6 +21,7 @@ from recoup.engines.recording import Points, record
 from recoup.errors import ReplayMismatchError, VerificationError
 from recoup.model.accumulation import UNREDUCED
 from recoup.model.caches import CachelessForward, without_caches
+from recoup.model.optimizer_state import all_state_storages, state_bytes_of
 from recoup.model.replace_forward import installed, suspended
 from recoup.model.step import TrainingStep
 from recoup.plans.model_plan import ModelPlan
@@ -31,6 +32,8 @@ __all__ = ["RealSteps", "Recorded"]
 
 T = TypeVar("T")
 _AFTER = " (after the step)"
+_MOST_SETTLING = 6
+"""Steps in which an optimizer's state may grow before one is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,8 @@ class RealSteps:
             torch.clear_autocast_cache()
             with self.meter.watching():
                 self.meter.follow(self.step.shards.storages())
+                # A step of the user's may replace some of them.
+                self.meter.count(all_state_storages(self.step.optimizers))
                 live_bytes = self.meter.begin()
                 # Tracked, since a step of the user's may free these gradients and make others.
                 self._prepare()
@@ -209,14 +214,27 @@ class RealSteps:
         return self.step.ranks.largest(found)
 
     def _settle(self) -> None:
-        """Lets an optimizer inside the step allocate its state, which counts as resident, and the compiler compile."""
+        """Lets an optimizer inside the step allocate its state, which counts as resident, and the compiler compile.
+
+        A state that grows from step to step, such as a history, is let grow for a few of them.
+        """
         if self.step.changes_parameters or self.profile.is_captured:
             # The step that follows draws the random numbers of the measured one: by these, layers may be skipped.
             repeated = nullcontext() if self.step.changes_parameters else self.step.repeated()
             with repeated:
-                self._run()
+                num_bytes = self._state_bytes()
+                for _ in range(_MOST_SETTLING):
+                    self._run()
+                    before_bytes, num_bytes = num_bytes, self._state_bytes()
+                    if num_bytes == before_bytes or num_bytes >= self.profile.residents.optimizer_bytes:
+                        break
             for parameter in self.step.model.parameters():
                 parameter.grad = None
+
+    def _state_bytes(self) -> int:
+        """Of the optimizers that a step may call; of several ranks, the largest."""
+        called = self.step.optimizers if self.step.changes_parameters else ()
+        return self.step.ranks.largest(state_bytes_of(*called))
 
     def _prepare(self) -> None:
         has_gradients = self.profile.accumulates or self.step.leaves_gradients

@@ -141,9 +141,10 @@ def fit(
                 check_sizes(training)
             budget_bytes = ranks.smallest(read_budget(budget, inner, training.given))
             if training.shards and engines != ("eager",):
+                uncompiled = "leave torch.compile and .compile() out, and " if compiled_code(model) else ""
                 raise SampleError(
-                    f"engine={engine!r} captures units with their parameters, which fully_shard divides: fit with"
-                    " engine='eager'."
+                    f"engine={engine!r} captures units with their parameters, which fully_shard divides: {uncompiled}"
+                    "fit with engine='eager'."
                 )
             if not inner.training:
                 warn(_EVAL_MODE, RecoupWarning, stacklevel=2)

@@ -7,11 +7,14 @@ from functools import partial
 from logging import Logger
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from recoup.errors import SampleError
 from recoup.fitting import Fitted, fit
 from recoup.integrations.batches import batches_of
 from recoup.piloting import Autopilot, autopilot
 from recoup.tensors import tensors_in
+from recoup.torch_private import awaits_static_graph
 
 __all__ = ["FittingCallback"]
 
@@ -91,7 +94,16 @@ class FittingCallback:
     def fit_batches(
         self, model: Any, step: Callable[[Any], Any], batches: Sequence[Any], **more: Any
     ) -> Fitted:
-        """Fits a model to some batches, of which ``step`` runs one; ``more`` are further arguments of `recoup.fit`."""
+        """Fits a model to some batches, of which ``step`` runs one; ``more`` are further arguments of `recoup.fit`.
+
+        Raises:
+            SampleError: `DistributedDataParallel` would learn its static graph from a step of the fit.
+        """
+        if isinstance(model, DistributedDataParallel) and awaits_static_graph(model):
+            raise SampleError(
+                "RecoupCallback fits before the first training step, from which DistributedDataParallel learns the"
+                " graph with static_graph=True: leave static_graph=True out."
+            )
         one = {"step": partial(step, batches[-1])}
         several = {"step": step, "samples": batches}
         given: dict[str, Any] = several if len(batches) > 1 else one

@@ -28,7 +28,7 @@ from recoup.measuring.estimate import (
 )
 from recoup.measuring.largest import largest_costs, slowest_inside
 from recoup.measuring.measured import Measured
-from recoup.measuring.optimizer.cost import OptimizerCost, joint_cost, optimizer_cost
+from recoup.measuring.optimizer.cost import OptimizerCost, joint_cost
 from recoup.measuring.problem.costs import CodeSeconds
 from recoup.measuring.residents import find_residents
 from recoup.measuring.stream.given_gradients import noting_views
@@ -162,7 +162,7 @@ def begin_measurement(
     meter.waits = step.waits_in_units
     meter.settle()
     with step.plain():
-        cost = joint_cost(map(optimizer_cost, step.optimizers))
+        cost = joint_cost(step.optimizers)
         return Measurement(step, cost, meter, units, engine, settings)
 
 
@@ -202,7 +202,7 @@ def _estimate_step(
 ) -> Measured:
     """Both on fake tensors. The model is copied, so nothing needs to be put back."""
     device_type = hardware.device_type if hardware.device_type != "cpu" else None
-    cost = joint_cost(optimizer_cost(optimizer, device_type=device_type) for optimizer in step.optimizers)
+    cost = joint_cost(step.optimizers, device_type=device_type)
     with faked(step, hardware) as (fake, meter):
         units = units_in_copy(units, step.model, fake.model)
         return Measurement(fake, cost, meter, units).run(accumulates, unsafe)

@@ -17,6 +17,7 @@ from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
 from recoup.model.sharded import class_before_sharding
 from recoup.model.step import TrainingStep
+from recoup.tensors import storages
 
 __all__ = [
     "ModuleCall",
@@ -87,7 +88,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def watch_calls(step: TrainingStep) -> ModuleCall:
-    """Runs the step's forward once and returns its calls, under one root.
+    """Runs the step's forward once and returns its calls, under one root; notes the step's inputs.
 
     It runs without a graph, which may not fit; with one only if the forward runs a backward of its own.
 
@@ -122,6 +123,9 @@ def _watch_calls(step: TrainingStep) -> ModuleCall:
         _calls_noted(root, module_names(step.model), memory),
     ):
         step.run_unchecked()
+    step.inputs = [
+        tensor for tensor in step.reached.tensors if any(map(memory.lived_before, storages(tensor)))
+    ]
     outer = [call for call in root.inside if call.module is step.model]
     if len(root.inside) == 1 and outer:
         return outer[0]

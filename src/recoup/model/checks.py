@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from recoup.errors import FitError, SampleError
+from recoup.model.sharded import is_fsdp1
 from recoup.model.uncompile import runs_eagerly
 from recoup.snapshot.own_code import is_compiled_function
 
@@ -16,7 +17,7 @@ __all__ = ["check_model", "check_not_compiled"]
 
 
 def check_model(model: Any, error: type[FitError] = SampleError) -> None:
-    """Refuses what is no module, replicates itself, or has a parameter or buffer without a shape.
+    """Refuses what is no module, replicates or flattens itself, or has a parameter or buffer without a shape.
 
     Raises:
         FitError: the given error; it names the module.
@@ -30,6 +31,13 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
                 " a plan: give the module inside it, and train with nn.parallel.DistributedDataParallel, one process"
                 " per device, or on one device."
             )
+        if is_fsdp1(module):
+            raise error(
+                "The model is, or contains, a FullyShardedDataParallel (FSDP1), which is not supported: it replaces"
+                " parameters by views of flat ones while modules run. Shard the model with"
+                " torch.distributed.fsdp.fully_shard (FSDP2) instead: fsdp_version=2 for Accelerate,"
+                " ModelParallelStrategy for Lightning."
+            )
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(map(is_lazy, own)):
             where = f" {name!r}" if name else ""
@@ -39,13 +47,16 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
             )
 
 
-def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], functions: Sequence[str]) -> None:
+def check_not_compiled(
+    model: nn.Module, others: Iterable[nn.Module], functions: Sequence[str], *, is_sharded: bool
+) -> None:
     """Refuses compiled code, whose inside cannot be measured: it is replaced by units that are captured, or not at all.
 
     Args:
         model: to be measured.
         others: further models that its step uses.
         functions: the names of compiled functions that the step can reach.
+        is_sharded: whether `fully_shard` divides its parameters: then no engine plans compiled code.
 
     Raises:
         SampleError: the model, a module in it, another one that the step uses, or a function is compiled.
@@ -54,12 +65,17 @@ def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], functions:
         names = [name or type(root).__name__ for name, module in root.named_modules() if _is_compiled(module)]
         if names:
             more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
-            raise _compiled(f"{names[0]!r}{more}")
+            raise _compiled(f"{names[0]!r}{more}", is_sharded)
     if functions:
-        raise _compiled(f"{functions[0]!r} is")
+        raise _compiled(f"{functions[0]!r} is", is_sharded)
 
 
-def _compiled(what: str) -> SampleError:
+def _compiled(what: str, is_sharded: bool) -> SampleError:
+    if is_sharded:
+        return SampleError(
+            f"{what} compiled, and fully_shard divides the model's parameters: recoup plans such a model only as it"
+            " runs without torch.compile. Leave torch.compile and .compile() out, and fit with engine='eager'."
+        )
     return SampleError(
         f"{what} compiled. recoup.fit with engine='auto' or 'compiled' plans a model that was compiled, whole or in"
         " part, with torch's own backend (inductor). Else, as for other backends, for engine='eager', and for other"

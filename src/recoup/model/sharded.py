@@ -37,15 +37,16 @@ __all__ = [
     "adds_in_place",
     "class_before_sharding",
     "gather",
+    "is_fsdp1",
     "is_sharding",
     "owners_of",
 ]
 
 
-def _sharding_class() -> type | None:
+def _sharding_class(name: str = "FSDPModule") -> type | None:
     # Not imported: importing it costs a second, and who shards has done so.
     module = sys.modules.get("torch.distributed.fsdp")
-    return getattr(module, "FSDPModule", None)
+    return getattr(module, name, None)
 
 
 def class_before_sharding(kind: type[nn.Module]) -> type[nn.Module]:
@@ -59,6 +60,12 @@ def class_before_sharding(kind: type[nn.Module]) -> type[nn.Module]:
 def is_sharding(module: Any) -> bool:
     """Whether `fully_shard` was called on a module."""
     found = _sharding_class()
+    return found is not None and isinstance(module, found)
+
+
+def is_fsdp1(module: Any) -> bool:
+    """Whether a module is a `FullyShardedDataParallel`."""
+    found = _sharding_class("FullyShardedDataParallel")
     return found is not None and isinstance(module, found)
 
 

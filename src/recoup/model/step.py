@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from recoup.model.wrappers import NO_BUCKETS, Buckets
 from recoup.ranks import ALONE, Ranks
 from recoup.snapshot.reachable import Reached, hooks_of
 from recoup.snapshot.writes import Writes
-from recoup.tensors import is_divided, tensors_in
+from recoup.tensors import graph_nodes, is_divided, tensors_in
 from recoup.torch_private import without_modes
 
 __all__ = ["TrainingStep"]
@@ -73,15 +75,22 @@ class TrainingStep:
         # What stands in for gathered parameters is the sharding's own.
         gathered = self.shards.originals()
         self.reached.leaves = [leaf for leaf in self.reached.leaves if id(leaf) not in gathered]
+        known = gathered.keys() | {id(parameter.grad) for parameter in model.parameters()}
+        self.reached.tensors = [tensor for tensor in self.reached.tensors if id(tensor) not in known]
         gradient_hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
         #: Whether a run may step an optimizer: in a callable of the user's, or in a hook of a parameter.
         self.changes_parameters = step is not None or any(gradient_hooks)
         stepped = self.reached.optimizers if self.changes_parameters else []
         self.optimizers = read_optimizers([*read_optimizers(optimizer), *stepped])
         self.writes = Writes()
+        #: Tensors that its code can reach and its operations read, such as the batch of a step of the user's; known
+        #: after `watch_calls`.
+        self.inputs: list[Tensor] = []
         #: Number of backwards of other models before the model's own, whose forwards of the model are not visited.
         self.num_skipped = 0
-        check_not_compiled(model, self.reached.used_modules, self.reached.compiled)
+        check_not_compiled(
+            model, self.reached.used_modules, self.reached.compiled, is_sharded=bool(self.shards)
+        )
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
         #: Gives the first of some runs the random numbers that all begin with; by default, those that come next.
@@ -157,13 +166,20 @@ class TrainingStep:
         output = self.model(*self.args, **self.kwargs)
         return output, self.loss_of(output)
 
+    def takes_derivatives(self, error: BaseException) -> bool:
+        """Whether an error may be due to derivatives that the user's code takes inside the step."""
+        return self.calls_grad or _is_of_grad(error) or _is_of_func(error)
+
     def refusal(self, error: Exception) -> SampleError | LossError:
         """The error for a step that failed: in the model, in the loss, or in a step of the user's."""
         what = f"{type(error).__name__}: {error}"
+        is_of_func = _is_of_func(error)
         if self.step is not None:
-            return SampleError(
-                f"step= failed: {what}. {_GRAD_IN_STEP if self.calls_grad else _STEP_IN_PIECES}"
-            )
+            why = _GRAD_IN_STEP if self.takes_derivatives(error) else _STEP_IN_PIECES
+            return SampleError(f"step= failed: {what.rstrip('.')}. {_FUNC_GRAD if is_of_func else why}")
+        if self.takes_derivatives(error):
+            why = _FUNC_GRAD if is_of_func else _GRAD_IN_FORWARD
+            return SampleError(f"{type(self.model).__name__} failed: {what.rstrip('.')}. {why}")
         if isinstance(error, _LossFailedError):
             cause = error.__cause__
             return LossError(
@@ -201,9 +217,10 @@ class TrainingStep:
         return loss
 
     def run_unchecked(self) -> None:
-        """Runs the forward alone, without a check of the loss."""
+        """Runs the forward alone, without a check of the loss; a step of the user's with backwards of other models."""
         if self.step is not None:
-            self.run(lambda loss, output: None)
+            trained = self.parameter_ids()
+            self.run(lambda loss, output: loss.requires_grad and not _reaches(loss, trained))
             return
         output = self.model(*self.args, **self.kwargs)
         if self.loss is None:
@@ -214,6 +231,10 @@ class TrainingStep:
             raise
         except Exception as error:
             raise _LossFailedError(describe_sample(output)) from error
+
+    def parameter_ids(self) -> set[int]:
+        """The identities of the parameters that get gradients, and of what stands in for them while gathered."""
+        return {id(p) for p in self.model.parameters() if p.requires_grad} | self.shards.originals().keys()
 
     def run(self, at_backward: Callable[[Tensor, Any], bool | None]) -> None:
         """Runs the step; ``at_backward(loss, output)`` replaces each backward, unless it returns True.
@@ -228,9 +249,9 @@ class TrainingStep:
 
         run_backward, run_grad = torch.autograd.backward, torch.autograd.grad
 
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if at_backward(tensors if isinstance(tensors, Tensor) else tensors[0], None):
-                run_backward(tensors, *args, **kwargs)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if at_backward(_as_loss(tensors, grad_tensors), None):
+                run_backward(tensors, grad_tensors, *args, **kwargs)
             else:
                 self._give_gradients(trained)
 
@@ -239,17 +260,18 @@ class TrainingStep:
             return run_grad(*args, **kwargs)
 
         trained = self._trained()
-        # Each run starts from the same counters.
-        put_back = self.reached.hold()
-        if self.leaves_gradients:
-            with without_modes():
+        with without_modes():
+            # Each run starts from the same counters.
+            put_back = self.reached.hold()
+            if self.leaves_gradients:
                 self._give_gradients(self.model.parameters())
         try:
             with _autograd_replaced(backward=backward, grad=grad):
                 self.step()
             self.leaves_gradients = any(p.grad is not None for p in self.model.parameters())
         finally:
-            put_back()
+            with without_modes():
+                put_back()
             for parameter in trained:
                 parameter.grad = None
 
@@ -278,6 +300,66 @@ _GRAD_IN_STEP = (
     " each other: leave that term (a gradient penalty, say) out of step= and leave room for it in the budget, or name"
     " units= that contain all that it goes through. The fitted model then runs your whole step."
 )
+_GRAD_IN_FORWARD = (
+    "Its forward calls torch.autograd.grad, which cannot reach through units while they are measured one at a time, cut"
+    " off from each other: name units= that contain the whole module that calls it. If the model itself does, name"
+    " units that leave a way around them, such as blocks of a residual stream: what their second derivatives take is"
+    " then known from real steps only."
+)
+_FUNC_GRAD = (
+    "While torch.func.grad (vjp, jacrev, hessian) runs, torch allows no hooks on saved tensors, by which recoup"
+    " measures. Leave what uses it out of step=, and leave room for it in the budget: it runs without the plan."
+)
+
+
+def _is_of_grad(error: BaseException) -> bool:
+    """Whether torch.autograd.grad raised an error, called by other code than recoup's."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(
+        called.f_code is torch.autograd.grad.__code__
+        and not caller.f_globals.get("__name__", "").startswith("recoup.")
+        for caller, called in pairwise(frames)
+    )
+
+
+def _is_of_func(error: BaseException) -> bool:
+    """Whether an error was raised under `torch.func.grad` and its like, which are in one file."""
+    file = torch.func.vjp.__code__.co_filename
+    return any(frame.f_code.co_filename == file for frame, _ in walk_tb(error.__traceback__))
+
+
+class _GivenGradients(torch.autograd.Function):
+    """A scalar whose backward hands on gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None, *ctx.gradients)
+
+
+def _as_loss(tensors: Any, gradients: Any) -> Tensor:
+    """What a backward begins at, as one scalar: a loss, or several; or outputs with their gradients."""
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    first: Tensor = roots[0]
+    if len(roots) == 1 and first.numel() == 1:
+        return first
+    given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    given += [None] * (len(roots) - len(given))
+    known = [
+        torch.ones_like(root) if gradient is None else gradient.detach()
+        for root, gradient in zip(roots, given, strict=True)
+    ]
+    found: Tensor = _GivenGradients.apply(known, *roots)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _reaches(loss: Tensor, parameters: set[int]) -> bool:
+    """Whether a loss depends on one of these parameters."""
+    return any(id(getattr(node, "variable", None)) in parameters for node in graph_nodes(loss))
 
 
 class _LossFailedError(Exception):

@@ -32,7 +32,7 @@ from recoup.model.tracing import is_in_torch_checkpoint, recomputes_itself
 from recoup.tensors import graph_nodes, needing_gradient
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
-__all__ = ["LeakError", "UnitCall", "Visitor", "stream"]
+__all__ = ["LeakError", "UnitCall", "Visitor", "explaining", "stream"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +153,7 @@ class _Stream:
         self.num_calls = 0
         self.num_foreign = 0
         self.calls_of: dict[nn.Module, int] = {}
-        self.trained = {id(p) for p in step.model.parameters() if p.requires_grad}
-        self.trained |= step.shards.originals().keys()
+        self.trained = step.parameter_ids()
         self.handed: list[weakref.ref[_Mark]] = []
         self.is_inside = False
         self.has_ended = False
@@ -283,6 +282,24 @@ def stream(step: TrainingStep, units: Sequence[nn.Module], visitor: Visitor) -> 
             " reaches it. Check step= and torch.no_grad around the model."
         )
     return Streamed(running.accumulates, running.has_stale)
+
+
+@contextmanager
+def explaining(step: TrainingStep) -> Iterator[None]:
+    """A block that streams a step.
+
+    Raises:
+        SampleError: the user's code takes derivatives that cannot be taken there; it says why.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LeakError) as error:
+        # Units that leak may be split.
+        if not step.calls_grad and (isinstance(error, LeakError) or not step.takes_derivatives(error)):
+            raise
+        raise step.refusal(error) from error
 
 
 _REENTRANT = "use_reentrant=True"

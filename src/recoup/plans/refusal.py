@@ -34,11 +34,14 @@ def refusal(least: ModelPlan, budget_bytes: int, *, measured_bytes: int = 0) -> 
     named = f"smallest feasible budget is {format_bytes(smallest)} ({smallest} bytes, {known})"
     floor = profile.residents.optimizer_peak_bytes
     if floor > budget_bytes:
+        residents = profile.residents
+        steps = residents.optimizer_bytes or residents.optimizer_transient_bytes
+        what = "The optimizer's own step needs" if steps else "Apart from activations, the step needs"
+        lighter = "Use a lighter optimizer, fewer" if steps else "Train fewer parameters, use fewer"
         return BudgetError(
-            f"The optimizer's own step needs {format_bytes(floor)} ({floor} bytes: {_residents(profile)}), and the"
-            f" budget is {format_bytes(budget_bytes)}. No plan for activations changes that; the {named}. Use a lighter"
-            " optimizer, fewer bits for parameters, or shard them; or a smaller batch, where the sample is what takes"
-            " the room.",
+            f"{what} {format_bytes(floor)} ({floor} bytes: {_residents(profile)}), and the budget is"
+            f" {format_bytes(budget_bytes)}. No plan for activations changes that; the {named}. {lighter} bits for"
+            " parameters, or shard them; or a smaller batch, where the sample is what takes the room.",
             budget_bytes=budget_bytes,
             smallest_bytes=smallest,
         )

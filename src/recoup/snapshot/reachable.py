@@ -91,7 +91,8 @@ class Reached:
         modules: other models, and other modules outside any of them.
         used_modules: those of them that code reads.
         optimizers: with the wrappers around them.
-        leaves: further tensors that get gradients.
+        tensors: outside of models and of optimizers' own state.
+        leaves: those of them that get gradients.
         iterators: with their names.
         compiled: the names of functions that torch.compile made.
 
@@ -114,6 +115,7 @@ class Reached:
     ) -> None:
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.tensors: list[Tensor] = []
         self.leaves: list[Tensor] = []
         self.iterators: list[tuple[str, Any]] = []
         self.compiled: list[str] = []
@@ -189,6 +191,7 @@ class Reached:
                 rest = ((k, item) for k, item in vars(value).items() if k not in ("param_groups", "state"))
                 self._queue(rest, False)
             case Tensor():
+                self.tensors.append(value)
                 self._places.append((name, tensor_data(value)))
                 self._with_hooks.append(value)
                 if value.requires_grad and value.is_leaf:
@@ -252,7 +255,7 @@ class Reached:
                 mode = partial(getattr, module, "training", None), partial(setattr, module, "training")
                 self._places.append((name, setting(*mode)))
             else:
-                self._visit_module(f"{name}.{path}", vars(module))
+                self._visit_module(f"{name}.{path}" if path else name, vars(module))
             # What a unit's own code does with an iterator is for the audit to say.
             self._queue(((name, cls) for cls in type(module).__mro__), False)
 

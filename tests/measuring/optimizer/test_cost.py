@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from recoup.measuring import MemoryTracker, OptimizerCost, optimizer_cost
+from recoup.measuring.optimizer.cost import joint_cost
+from recoup.model.optimizer_state import state_bytes_of
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -38,6 +41,46 @@ class Choosy(ByHand):
     def step(self, closure: Any = None) -> None:
         if all(bool(parameter.grad.isfinite().all()) for parameter in self.own if parameter.grad is not None):
             super().step()
+
+
+class Averaging(optim.AdamW):
+    """Holds a moving average of gradients in an attribute, from its first step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not hasattr(self, "averages"):
+            self.averages = [torch.zeros_like(parameter) for parameter in parameters]
+        for average, parameter in zip(self.averages, parameters, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(average.mul_(0.9).add_(parameter.grad, alpha=0.1))
+        return super().step(closure)
+
+
+class ChoosyAveraging(Averaging):
+    def step(self, closure: Any = None) -> Any:
+        if bool(self.param_groups[0]["params"][0].grad.isfinite().all()):
+            super().step(closure)
+
+
+class Lookahead(Optimizer):
+    """Wraps another optimizer, whose groups it shares, and makes a state of its own in every fifth step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.param_groups, self.defaults = (
+            optimizer,
+            optimizer.param_groups,
+            optimizer.defaults,
+        )
+        self.state, self.num_steps = defaultdict(dict), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        self.num_steps += 1
+        if self.num_steps % 5 == 0:
+            for parameter in self.param_groups[0]["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                parameter.mul_(0.5).add_(slow, alpha=0.5)
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -161,6 +204,57 @@ def test_nothing_is_touched(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+ELSEWHERE: dict[str, Make] = {
+    "attribute": Averaging,
+    "wrapper": lambda params: Lookahead(optim.AdamW(params)),
+    "list": lambda params: Lookahead(ByHand(params)),
+}
+
+
+@pytest.mark.parametrize("make_it", [make_model, make_deep_model])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_state_outside_of_the_state_dict(name: str, make_it: Callable[[], nn.Module]) -> None:
+    model = make_it()
+    optimizer = ELSEWHERE[name](model.parameters())
+    cost = optimizer_cost(optimizer)
+    give_gradients(model)
+    with MemoryTracker() as memory:
+        for _ in range(10):
+            memory.reset_peak()
+            optimizer.step()
+            transient_bytes = memory.peak_bytes - memory.current_bytes
+    assert cost == OptimizerCost(0, memory.current_bytes, transient_bytes)
+    assert optimizer_cost(optimizer) == OptimizerCost(memory.current_bytes, 0, transient_bytes)
+
+
+def test_state_outside_of_the_state_dict_of_an_accelerator() -> None:
+    """Counters stay in host memory there."""
+    model = make_deep_model()
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for make in (Averaging, ELSEWHERE["wrapper"]):
+        cost = optimizer_cost(make(model.parameters()), device_type="cuda")
+        assert (cost.missing_bytes, cost.is_estimate) == (3 * num_bytes, False)
+
+
+def test_state_outside_of_the_state_dict_scaled_up_from_samples() -> None:
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 7))
+    cost = optimizer_cost(ChoosyAveraging(model.parameters()))
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert cost.is_estimate
+    assert cost.missing_bytes == 3 * num_bytes + 4 * 4  # and four counters
+
+
+def test_an_optimizer_inside_another_counts_once() -> None:
+    model = make_model()
+    outer = Lookahead(optim.AdamW(model.parameters()))
+    cost = joint_cost([outer.optimizer, outer])
+    assert cost == optimizer_cost(outer)
+    assert cost.missing_bytes > optimizer_cost(outer.optimizer).missing_bytes
+    give_gradients(model)
+    outer.step()
+    assert state_bytes_of(outer, outer.optimizer) == state_bytes_of(outer.optimizer) > 0
+
+
 def test_only_parameters_without_state_are_missing() -> None:
     model = make_model()
     optimizer = optim.Adam(model[0].parameters())
@@ -183,6 +277,7 @@ def test_hooks_and_schedulers_are_not_called() -> None:
     weight = model[0].weight.clone()
     give_gradients(model)
     assert optimizer_cost(optimizer).missing_bytes == (30 * 20 + 20 + 20 * 7 + 2 * 7) * 4
+    assert optimizer_cost(Lookahead(optimizer)).missing_bytes > 0
     handle.remove()
     assert calls == []
     assert not optimizer.state
@@ -199,11 +294,66 @@ def test_a_step_that_looks_at_values_is_scaled_up_from_samples() -> None:
     assert transient_bytes <= cost.transient_bytes <= 4 * transient_bytes
 
 
+class Searching(ByHand):
+    """Cannot step without a closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        closure()
+        super().step()
+
+
 def test_a_step_that_needs_a_closure_is_guessed() -> None:
     model = make_model()
     trained_bytes = (30 * 20 + 20 + 20 * 7 + 2 * 7) * 4
-    cost = optimizer_cost(optim.LBFGS(model.parameters()))
+    cost = optimizer_cost(Searching(model.parameters()))
     assert cost == OptimizerCost(0, 2 * trained_bytes, 2 * trained_bytes, is_estimate=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_iter": 1}, {"max_iter": 4}, {"max_iter": 20, "line_search_fn": "strong_wolfe"}],
+    ids=str,
+)
+def test_the_history_of_lbfgs(settings: dict[str, Any]) -> None:
+    """Before its first step, while its history grows, and when that is full."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(100, 10)), nn.Parameter(torch.randn(1000))]
+    curvature, running_bytes, outer_bytes = torch.rand(2000) + 0.1, 0, 0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = optim.LBFGS(
+        parameters, lr=0.05, history_size=3, tolerance_grad=0, tolerance_change=0, **settings
+    )
+    costs = [optimizer_cost(optimizer)]
+    with MemoryTracker() as memory:
+
+        def closure() -> Tensor:
+            nonlocal running_bytes, outer_bytes
+            running_bytes = max(running_bytes, memory.current_bytes)
+            outer_bytes = max(outer_bytes, memory.peak_bytes)
+            with torch.no_grad():
+                flat = torch.cat([parameter.view(-1) for parameter in parameters])
+                gradient = curvature * flat.tanh()
+                parameters[0].grad.copy_(gradient[:1000].view(100, 10))
+                parameters[1].grad.copy_(gradient[1000:])
+                value = (curvature * flat.cosh().log()).sum()
+            del flat, gradient
+            memory.reset_peak()
+            return value
+
+        for _ in range(8):
+            optimizer.step(closure)
+            outer_bytes = max(outer_bytes, memory.peak_bytes)
+            costs.append(optimizer_cost(optimizer))
+    assert len(optimizer.state[parameters[0]]["old_dirs"]) == 3
+    assert [cost.state_bytes for cost in (costs[0], costs[-1])] == [0, memory.current_bytes]
+    num_numbers = 16
+    for cost in costs:
+        held_bytes = cost.state_bytes + cost.missing_bytes
+        assert held_bytes + cost.closure_bytes == pytest.approx(running_bytes, abs=4 * num_numbers)
+        assert held_bytes + cost.transient_bytes == pytest.approx(outer_bytes, abs=4 * num_numbers)
+        assert cost.is_estimate
 
 
 def test_scalar_and_empty_parameters() -> None:

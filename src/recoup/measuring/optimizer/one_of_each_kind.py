@@ -7,7 +7,7 @@ NOTE [ A few of many ]
     3. If it takes them at once, one parameter as large as all of a kind stands for them. Whether it may is tried with
        one as large as two. If it takes them one by one, such a parameter must need scratch in proportion to its size.
     4. An optimizer that does not agree with this is rehearsed with all parameters. So is one that has several groups of
-       parameters, a state already, or tensors elsewhere.
+       parameters, a state already, tensors elsewhere, or another optimizer inside.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from recoup.model.optimizer_state import parameters_of, with_optimizers_inside
 from recoup.tensors import tensors_in
 
 __all__ = ["rehearse_few"]
 
 Rehearse = Callable[[Sequence[Tensor]], tuple[dict[Tensor, int], int] | None]
-"""Takes two steps with these parameters; returns the bytes of state of each, and the scratch of a step.
+"""Takes a few steps with these parameters; returns the bytes of state of each, and the scratch of a step.
 
 None if there is state that belongs to none of them.
 """
@@ -69,7 +70,7 @@ class _Kinds:
         self.counts: Counter[Hashable] = Counter()
         self.first: dict[Hashable, Tensor] = {}
         self.kind_of: dict[Tensor, Hashable] = {}
-        for parameter in tensors_in([group["params"] for group in optimizer.param_groups]):
+        for parameter in parameters_of(optimizer):
             place = (parameter.dtype, parameter.device, parameter.requires_grad)
             kind = (parameter.shape, parameter.stride(), *place)
             self.counts[kind] += 1
@@ -85,7 +86,8 @@ class _Kinds:
         is_plain = all(
             type(p) in (Tensor, nn.Parameter) and p.layout is torch.strided for p in self.first.values()
         )
-        is_known = is_plain and not tensors_in(list(others.values()))
+        is_alone = len(with_optimizers_inside(optimizer)) == 1
+        is_known = is_plain and is_alone and not tensors_in(list(others.values()))
         return is_known and self.counts.total() >= _WORTH * len(self.counts)
 
     def largest_bytes(self, times: int | None = 1) -> int:

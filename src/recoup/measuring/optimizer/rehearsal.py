@@ -1,10 +1,11 @@
-"""Two steps of a copy of an optimizer, on tensors that take no memory or little."""
+"""A few steps of a copy of an optimizer, on tensors that take no memory or little."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.optim.optimizer import Optimizer
 from recoup.devices.tracker import MemoryTracker
 from recoup.measuring.copying import copy_with_tensors
 from recoup.measuring.optimizer.one_of_each_kind import rehearse_few
-from recoup.tensors import plain_tensors, tensors_in
+from recoup.model.optimizer_state import parameters_of, state_storages, with_optimizers_inside
+from recoup.tensors import plain_tensors, storages, tensors_in
 from recoup.torch_private import (
     DataDependentOutputException,
     FakeTensor,
@@ -27,12 +29,15 @@ __all__ = ["rehearse_on_fakes", "rehearse_on_samples"]
 
 # Enough for two different sizes not to be confused, and few enough to cost nothing.
 _SAMPLE_SIZE = 4
+_NUMBER_BYTES = 8
+_NUM_STEPS, _NUM_WRAPPER_STEPS = 2, 10
+"""The first makes the state, the second uses it; but Lookahead, a wrapper, makes its own in the fifth or sixth."""
 
 
 def rehearse_on_fakes(
     optimizer: Optimizer, devices: frozenset[torch.device], on: torch.device | None = None
 ) -> tuple[int, int]:
-    """The bytes of state that two steps add on these devices, and the scratch of a step.
+    """The bytes of state that steps add on these devices, and the scratch of a step.
 
     With ``on``, all tensors of these devices are taken to be on that one instead.
 
@@ -62,9 +67,10 @@ def rehearse_on_fakes(
         memo = {id(parameter): parameter for parameter in parameters}
         copied = _copied(optimizer, fake, memo, param_groups=[group])
         with _foreach_takes_fakes(()), mode:
-            scratch_bytes = _two_steps(copied, devices)
-        sizes = _state_bytes(copied, {}, devices)
-        if not sizes.keys() <= set(parameters):
+            scratch_bytes, made = _steps(copied, devices)
+        sizes = _state_bytes(copied, devices)
+        is_all = sum(sizes.values()) == _held_bytes(copied, {}, devices, made)
+        if not is_all or not sizes.keys() <= set(parameters):
             return None
         return {parameter: sizes.get(parameter, 0) for parameter in parameters}, scratch_bytes
 
@@ -72,10 +78,10 @@ def rehearse_on_fakes(
     if few is not None:
         return few
     copied, originals = _copied_whole(optimizer, fake)
-    before_bytes = sum(_state_bytes(copied, originals, devices).values())
+    before_bytes = _held_bytes(copied, {}, devices)
     with _foreach_takes_fakes(originals.values()), mode:
-        scratch_bytes = _two_steps(copied, devices)
-    return sum(_state_bytes(copied, originals, devices).values()) - before_bytes, scratch_bytes
+        scratch_bytes, made = _steps(copied, devices)
+    return _held_bytes(copied, {}, devices, made) - before_bytes, scratch_bytes
 
 
 def rehearse_on_samples(optimizer: Optimizer, devices: frozenset[torch.device]) -> tuple[int, int]:
@@ -93,11 +99,11 @@ def rehearse_on_samples(optimizer: Optimizer, devices: frozenset[torch.device]) 
         return plain[tuple(slice(_SAMPLE_SIZE) for _ in plain.shape)].clone()
 
     copied, originals = _copied_whole(optimizer, sample)
-    before_bytes = sum(_state_bytes(copied, originals, devices).values())
+    before_bytes = _held_bytes(copied, originals, devices)
     cuda = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
-        scratch_bytes = _two_steps(copied, devices)
-    missing_bytes = sum(_state_bytes(copied, originals, devices).values()) - before_bytes
+        scratch_bytes, made = _steps(copied, devices)
+    missing_bytes = _held_bytes(copied, originals, devices, made) - before_bytes
     return missing_bytes, round(scratch_bytes * _scale(originals))
 
 
@@ -107,7 +113,7 @@ def _copied_whole(
     """A copy with other tensors and gradients; and its parameters with the originals."""
     memo: dict[int, Any] = {}
     originals: dict[Tensor, Tensor] = {}
-    for original in tensors_in([group["params"] for group in optimizer.param_groups]):
+    for original in parameters_of(optimizer):
         parameter = memo[id(original)] = nn.Parameter(replace(original), original.requires_grad)
         if original.requires_grad:
             parameter.grad = replace(original)
@@ -120,18 +126,25 @@ def _copied(
 ) -> Optimizer:
     """A copy without the hooks, and without bound methods set on the instance, as learning rate schedulers do.
 
-    Not by way of `Optimizer.__setstate__`, which patches the class itself.
+    Optimizers inside it are copied likewise. Not by way of `Optimizer.__setstate__`, which patches the class itself.
     """
-    hooks: dict[str, Any] = {n: OrderedDict() for n in vars(optimizer) if n.startswith("_optimizer_")}
-    attributes = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in hooks and not callable(getattr(type(optimizer), name, None))
-    }
-    made: Optimizer = object.__new__(type(optimizer))
-    made.__dict__.update(hooks | copy_with_tensors({**attributes, **changed}, replace, memo))
-    made.defaults.setdefault("differentiable", False)
-    return made
+    copies: dict[Optimizer, Optimizer] = {}
+    for one in with_optimizers_inside(optimizer):
+        copies[one] = memo[id(one)] = object.__new__(type(one))
+    for one, made in copies.items():
+        hooks: dict[str, Any] = {n: OrderedDict() for n in vars(one) if n.startswith("_optimizer_")}
+        attributes = {
+            name: value
+            for name, value in vars(one).items()
+            if name not in hooks and not callable(getattr(type(one), name, None))
+        }
+        more = changed if one is optimizer else {}
+        made.__dict__.update(hooks | copy_with_tensors({**attributes, **more}, replace, memo))
+        made.defaults.setdefault("differentiable", False)
+        if getattr(type(one).step, "hooked", False):
+            # Without the hooks of all optimizers.
+            made.__dict__["step"] = MethodType(type(one).step.__wrapped__, made)  # type: ignore[attr-defined]
+    return copies[optimizer]
 
 
 def _single(tensor: Tensor) -> Tensor:
@@ -182,33 +195,56 @@ class _RehearsalTracker(MemoryTracker):
         return tensor.device in self._devices
 
 
-def _two_steps(optimizer: Optimizer, devices: frozenset[torch.device]) -> int:
-    """A step that makes the state, and one that uses it; returns the scratch of a step."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # without the hooks of all optimizers
+def _steps(optimizer: Optimizer, devices: frozenset[torch.device]) -> tuple[int, list[torch.UntypedStorage]]:
+    """Steps that make the state and use it; returns the scratch of a step, and what they allocated and still hold."""
     scratch_bytes = 0
+    is_wrapper = len(with_optimizers_inside(optimizer)) > 1
     with _RehearsalTracker(devices) as memory:
-        for _ in range(2):
+        for _ in range(_NUM_WRAPPER_STEPS if is_wrapper else _NUM_STEPS):
             memory.reset_peak()
-            step(optimizer)
+            optimizer.step()
             scratch_bytes = max(scratch_bytes, memory.peak_bytes - memory.current_bytes)
-    return scratch_bytes
+    return scratch_bytes, memory.living()
 
 
-def _state_bytes(
-    optimizer: Optimizer, originals: Mapping[Tensor, Tensor], devices: frozenset[torch.device]
-) -> dict[Any, int]:
-    """Bytes of the state of each parameter, had it the size of its original."""
+def _held_bytes(
+    optimizer: Optimizer,
+    originals: Mapping[Tensor, Tensor],
+    devices: frozenset[torch.device],
+    made: Iterable[torch.UntypedStorage] = (),
+) -> int:
+    """Bytes of all of its state, had the parameters the sizes of their originals.
 
-    def num_bytes(tensor: Tensor, parameter: Any) -> int:
-        if parameter not in originals:
-            return tensor.nbytes
-        shape = _full_shape(tensor, parameter, _single(originals[parameter]))
-        return torch.Size(shape).numel() * tensor.element_size()
+    Args:
+        optimizer: a copy, with parameters of any size.
+        originals: by parameter; none where sizes are those of the originals.
+        devices: that count.
+        made: what its steps have allocated, and is still held.
+    """
+    held = state_storages(optimizer, devices, made)
+    if not originals:
+        return sum(storage.nbytes() for storage in held.values())
+    sampled_bytes = sum(parameter.nbytes for parameter in originals)
+    scale = sum(_single(original).nbytes for original in originals.values()) / max(1, sampled_bytes)
+    # What belongs to no single parameter is taken to be as large as parameters are; numbers are not.
+    sizes = {
+        key: storage.nbytes() * (scale if storage.nbytes() > _NUMBER_BYTES else 1.0)
+        for key, storage in held.items()
+    }
+    for one in with_optimizers_inside(optimizer):
+        for parameter, entry in one.state.items():
+            if parameter in originals:
+                for tensor in tensors_in(entry):
+                    shape = _full_shape(tensor, parameter, _single(originals[parameter]))
+                    full_bytes = torch.Size(shape).numel() * tensor.element_size()
+                    sizes |= {id(part): full_bytes for part in storages(tensor) if id(part) in sizes}
+    return round(sum(sizes.values()))
 
+
+def _state_bytes(optimizer: Optimizer, devices: frozenset[torch.device]) -> dict[Any, int]:
+    """Bytes of the state of each parameter."""
     return {
-        parameter: sum(num_bytes(t, parameter) for t in tensors_in(entry) if t.device in devices)
+        parameter: sum(tensor.nbytes for tensor in tensors_in(entry) if tensor.device in devices)
         for parameter, entry in optimizer.state.items()
     }
 

@@ -24,7 +24,7 @@ from recoup.model.calls import kind_of_module
 from recoup.model.cut_graph import Gradient
 from recoup.model.replace_forward import intercepted
 from recoup.model.step import TrainingStep
-from recoup.model.streaming import LeakError, UnitCall, Visitor, stream
+from recoup.model.streaming import LeakError, UnitCall, Visitor, explaining, stream
 from recoup.tensors import (
     named_outputs,
     needing_gradient,
@@ -565,15 +565,9 @@ def look(
     except (RuntimeError, LeakError) as error:
         if isinstance(error, LeakError) and not step.calls_grad:
             raise
-    try:
+    with explaining(step):
         # A backward inside the forward may go through code whose graph was freed.
         return _look(step, units, meter, inside, frees=False)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, LeakError) as error:
-        if not step.calls_grad:
-            raise
-        raise step.refusal(error) from error
 
 
 def _look(

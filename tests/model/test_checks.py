@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import recoup
+from recoup.errors import ApplyError, SampleError
+from recoup.policies import EveryN
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class TestFSDP1:
+    @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+    @pytest.mark.parametrize("is_outer", [True, False])
+    def test_refused_wherever_a_model_is_given(self, one_rank: None, is_outer: bool) -> None:
+        wrapped = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
+        model, x = wrapped if is_outer else nn.Sequential(nn.Linear(8, 8), wrapped), torch.ones(2, 8)
+        says = (
+            r"contains, a FullyShardedDataParallel \(FSDP1\), which is not supported.*fully_shard \(FSDP2\)"
+        )
+        runs: list[Callable[[], object]] = [
+            lambda: recoup.fit(model, x, budget="1GiB", loss=torch.sum),
+            lambda: recoup.measure(model, x, loss=torch.sum),
+            lambda: recoup.audit(model, x, loss=torch.sum),
+        ]
+        for run in runs:
+            with pytest.raises(SampleError, match=says):
+                run()
+        with pytest.raises(ApplyError, match=says):
+            recoup.apply(model, EveryN(2))
+
+
+@pytest.mark.parametrize("engine", ["auto", "eager", "compiled"])
+def test_compiled_blocks_of_a_sharded_model(one_rank: None, engine: str) -> None:
+    """Each engine names the remedy that works, and none sends its user to another one."""
+    model, x = mlp(), torch.ones(2, 8)
+    for block in model:
+        block.compile()
+        fully_shard(block)
+    fully_shard(model)
+    says = r"fully_shard divides.*eave torch.compile and .compile\(\) out, and fit with engine='eager'.$"
+    with pytest.raises(SampleError, match=says):
+        recoup.fit(model, x, budget="1GiB", loss=torch.sum, engine=engine)
