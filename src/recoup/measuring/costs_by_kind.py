@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recoup.measuring.problem.costs import CodeSeconds, RecipeCosts, StepCosts
-from recoup.measuring.stream.structure import Structure
+from recoup.measuring.stream.seen import Structure
 from recoup.measuring.unit.foreseen import foresee_bytes, foresee_timing
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming
 from recoup.measuring.unit.pace import USUAL_PACE, Pace

@@ -10,7 +10,7 @@ from dataclasses import astuple
 from typing import Any, TypeVar
 
 from recoup.errors import FitError
-from recoup.measuring.stream.structure import SeenCall
+from recoup.measuring.stream.seen import SeenCall
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming
 from recoup.model.recipe import Recipe
 from recoup.ranks import SAME_STEP, Ranks

@@ -34,7 +34,7 @@ from recoup.measuring.residents import find_residents
 from recoup.measuring.stream.given_gradients import noting_views
 from recoup.measuring.stream.gradient_views import GradientViews, argument_gradients
 from recoup.measuring.stream.passes import Passes
-from recoup.measuring.stream.structure import SeenCall, Structure
+from recoup.measuring.stream.seen import SeenCall, Structure
 from recoup.measuring.stream.timing import time_inside
 from recoup.measuring.unit.captured import captured_recipes, is_further_cut, run_once
 from recoup.measuring.unit.one_unit import CallBytes, CallTiming, Gradients, measure_bytes, time_call

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from recoup.devices.meter import CpuMeter
-from recoup.measuring.stream.structure import Structure, look
+from recoup.measuring.stream.seen import Structure
+from recoup.measuring.stream.structure import look
 from recoup.model.calls import watch_calls
 from recoup.model.step import TrainingStep
 from recoup.model.units import children_of, find_units

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from recoup.measuring.stream.structure import Structure
+from recoup.measuring.stream.seen import Structure
 from recoup.measuring.unit.one_unit import CallBytes, CallSeconds
 from recoup.model.accumulation import Accumulates
 from recoup.model.recipe import Recipe

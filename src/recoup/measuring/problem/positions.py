@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from recoup.measuring.problem.costs import CodeSeconds, StepCosts
 from recoup.measuring.stream.gradient_views import GradientViews
-from recoup.measuring.stream.structure import Code, SeenCall
+from recoup.measuring.stream.seen import Code, SeenCall
 from recoup.tensors import num_bytes_of
 
 __all__ = ["Position", "positions_of"]

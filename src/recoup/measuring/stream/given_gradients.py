@@ -10,7 +10,7 @@ from recoup.measuring.stream.gradient_views import GradientViews
 from recoup.model.cut_graph import Gradient
 
 if TYPE_CHECKING:
-    from recoup.measuring.stream.structure import SeenCall, Tail
+    from recoup.measuring.stream.seen import SeenCall, Tail
 
 __all__ = ["noting_gradients", "noting_views"]
 

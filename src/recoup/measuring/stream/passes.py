@@ -10,7 +10,8 @@ from torch import nn
 from recoup.devices.meter import Meter
 from recoup.errors import UnitError
 from recoup.measuring.problem.costs import CodeSeconds
-from recoup.measuring.stream.structure import Structure, look
+from recoup.measuring.stream.seen import Structure
+from recoup.measuring.stream.structure import look
 from recoup.measuring.stream.timing import time_code
 from recoup.model.calls import ModuleCall, class_of_module, watch_calls
 from recoup.model.depth import deepest

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recoup.measuring.problem.costs import RecipeCosts
-from recoup.measuring.stream.structure import SeenCall
+from recoup.measuring.stream.seen import SeenCall
 from recoup.measuring.unit.one_unit import CallBytes, CallSeconds
 from recoup.model.recipe import KEEP, RECOMPUTE, Recipe
 
