@@ -133,7 +133,7 @@ def test_a_loss_of_the_output() -> None:
         ({"sample": "half", "units": ["layers.0", "layers.0.1"]}, UnitError, "lies inside another unit"),
         ({"sample": "half", "budget": "8 apples"}, SizeError, "8 apples"),
         ({"sample": "half", "budget": "120%"}, SizeError, "at most at 100 %; got '120%'"),
-        ({"sample": "half", "budget": 5}, BudgetError, "The optimizer's own step needs"),
+        ({"sample": "half", "budget": 5}, BudgetError, "Apart from activations, the step needs"),
         (
             {"sample": "half", "budget": 50_000},
             BudgetError,
