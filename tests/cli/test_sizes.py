@@ -83,7 +83,7 @@ def test_where_nothing_fits_the_error_names_the_smallest(capsys: Captured) -> No
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(
-        "recoup: The optimizer's own step needs 133 KiB (136192 bytes: 65.5 KiB parameters and buffers"
+        "recoup: Apart from activations, the step needs 133 KiB (136192 bytes: 65.5 KiB parameters and buffers"
     )
 
 
