@@ -152,7 +152,7 @@ def largest_batch(
     ...         layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]
     ...         return nn.Sequential(*layers), torch.empty(batch_size, 1024, 256), torch.sum
     >>> largest_batch(make, budget="72MiB", hardware="A100").batch_size
-    5
+    6
     """
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise SampleError(f"most must be a whole number of at least 1; got {most!r}.")

@@ -84,6 +84,7 @@ def apply(
         PolicyError: the policy does not suit the model's units.
         UnitError: there are no such units.
 
+    >>> import torch
     >>> from recoup.policies import UniformSegments
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
     >>> loss = apply(model, UniformSegments(2))(torch.zeros(4, 8)).sum()
