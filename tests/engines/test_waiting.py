@@ -127,6 +127,42 @@ def test_parts_that_are_called_a_number_of_times_that_no_plan_knows() -> None:
     assert replays == replays[:1] * 4
 
 
+class Parts(nn.Module):
+    """Of which a step calls the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_part_whose_graph_is_held_and_gets_no_backward(first: bool) -> None:
+    """A target that is detached, in variables that live on: every step begins with the first call again."""
+    model, held = Parts(), {}
+
+    def step() -> None:
+        model.zero_grad()
+        if first:
+            held["target"] = model.encoder(QUERIES)
+        held["found"] = model.encoder(DOCUMENTS)
+        if not first:
+            held["target"] = model.encoder(QUERIES)
+        (held["found"].square().mean() - held["target"].detach().mean()).backward()
+
+    profile = recoup.measure(model, step=step)
+    low, high = recoup.minimum_budget(profile), profile.plain_bytes
+    recoup.fit(model, step=step, budget=int(low + 0.5 * (high - low)), race=False)
+    replays = []
+    for _ in range(4):
+        REPLAYS.take()
+        step()
+        replays.append(REPLAYS.take())
+    assert replays == replays[:1] * 4
+
+
 def test_a_call_waits_until_its_backward_begins_or_its_graph_is_gone() -> None:
     waiting, x = Waiting(), torch.ones(2, requires_grad=True)
     assert not waiting

@@ -514,6 +514,14 @@ def stack_with_plan(share: float) -> tuple[Stack, ModelPlan]:
     return model, plan
 
 
+def test_a_layer_that_was_skipped_and_has_room_is_left_alone() -> None:
+    model = Stack()
+    profile = recoup.measure(model, X, loss=torch.sum, accumulates=True)
+    recoup.apply(model, recoup.plan(profile, 2 * profile.plain_bytes))
+    model.skipped = {1}
+    assert told(lambda: step(model)) == []
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_layer_that_was_skipped_is_recomputed(share: float) -> None:
     model, plan = stack_with_plan(share)

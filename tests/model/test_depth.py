@@ -53,6 +53,22 @@ def test_a_fitted_model_holds_its_budget_whatever_it_skips() -> None:
         assert memory.peak_bytes + resident_bytes <= budget
 
 
+def test_recorded_steps_of_the_users_skip_none() -> None:
+    """Also after the step that lets an optimizer make its state."""
+    torch.manual_seed(1)
+    model, x = Layers(), torch.randn(256, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+    fitted = recoup.fit(model, step=step, budget="1GiB", optimizer=optimizer)
+    assert fitted.verification is not None
+    assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
+
+
 def test_layers_that_are_never_called_are_soon_given_up() -> None:
     numbers = []
     for skips in (False, True):

@@ -56,7 +56,7 @@ def apply(
 
     The model keeps its class, names, ``state_dict`` and hooks; it can be copied and pickled with its plan. Calls
     without gradients run plainly, and with a plan those in another mode (train or eval) than the measured one. So does
-    a model that is traced, exported, compiled or transformed by torch.func. What is kept is not touched.
+    a model that is traced, exported, compiled or transformed by torch.func. Units that are kept are not touched.
 
     Decoders that fill a key-value cache by default do not in training, unless the caller passes ``use_cache``. A
     plan that keeps everything switches the cache off too: the step was measured without it. A policy that keeps
@@ -116,7 +116,7 @@ def apply(
     keeps_all = not engine.planned()
     _install(model, engine, modules, modes, switches_caches=isinstance(plan, ModelPlan) or not keeps_all)
     if isinstance(plan, ModelPlan) and plan.profile.conditions is not None:
-        for module, may_replay in _unseen(model, modules, plan.profile).items():
+        for module, may_replay in _unseen(model, modules, plan).items():
             install(module, UnseenForward(engine, module, may_replay=may_replay))
     return whole
 
@@ -247,26 +247,29 @@ def units_by_module(model: nn.Module, profile: Profile) -> dict[nn.Module, list[
     return found
 
 
-def _unseen(model: nn.Module, modules: dict[nn.Module, list[int]], profile: Profile) -> dict[nn.Module, bool]:
-    """Modules beside units of their class that the measured step did not call; for each, whether it may be replayed."""
-    inside = {child for unit in modules for child in unit.modules()}
+def _unseen(model: nn.Module, modules: dict[nn.Module, list[int]], plan: ModelPlan) -> dict[nn.Module, bool]:
+    """Layers of a list that the measured step did not call, beside units of their class; whether each may be replayed.
+
+    None if all of them could be kept within the budget.
+    """
+    profile, inside = plan.profile, {child for unit in modules for child in unit.modules()}
     found: dict[nn.Module, bool] = {}
-    for container in model.modules():
-        if not isinstance(container, (nn.ModuleList, nn.ModuleDict)):
-            continue
+    num_bytes = 0
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
         safe: dict[type[nn.Module], bool] = {}
-        for child in container.children():
-            for unit in (profile.units[index] for index in modules.get(child, ())):
-                kind = class_of_module(child)
+        held_bytes: dict[type[nn.Module], int] = {}
+        for layer in layers:
+            kind = class_of_module(layer)
+            for index in modules.get(layer, ()):
+                unit, options = profile.units[index], profile.problem.units[index].options
                 safe[kind] = safe.get(kind, True) and not unit.unsafe and RECOMPUTE in unit.recipes
-        for child in container.children():
-            if (
-                class_of_module(child) in safe
-                and child not in inside
-                and modules.keys().isdisjoint(child.modules())
-            ):
-                found[child] = safe[class_of_module(child)]
-    return found
+                held_bytes[kind] = max(held_bytes.get(kind, 0), options[0].held_bytes)
+        for layer in layers:
+            kind = class_of_module(layer)
+            if kind in safe and layer not in inside and modules.keys().isdisjoint(layer.modules()):
+                found[layer] = safe[kind]
+                num_bytes += held_bytes[kind]
+    return found if num_bytes > plan.budget_bytes - plan.predicted_bytes else {}
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -219,7 +219,7 @@ class RealSteps:
         A state that grows from step to step, such as a history, is let grow for a few of them.
         """
         if self.step.changes_parameters or self.profile.is_captured:
-            # The step that follows draws the random numbers of the measured one: by these, layers may be skipped.
+            # With a sample, the step that follows draws the random numbers of the measured one.
             repeated = nullcontext() if self.step.changes_parameters else self.step.repeated()
             with repeated:
                 num_bytes = self._state_bytes()
@@ -261,16 +261,23 @@ class RealSteps:
         del waiting
 
     def _forward(self) -> tuple[Any, Tensor]:
+        self._begin()
         output, loss = self.step.forward()
         return output if self.profile.holds_output else None, loss
 
     def _run(self) -> None:
         if self.step.step is not None:
+            self._begin()
             self.step.step()
             return
         output, loss = self._forward()
         loss.backward()
         del output
+
+    def _begin(self) -> None:
+        """Models that skip layers at random skip the same ones in every step that is run here."""
+        if self.step.begin is not None:
+            self.step.begin()
 
 
 @contextmanager

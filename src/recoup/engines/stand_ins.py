@@ -47,7 +47,9 @@ class Engine(Nesting):
     @property
     def goes_on(self) -> bool:
         """Whether the step has not ended with the model's call: the plan has more, and no backward has begun."""
-        return self.picker is None and self.last_unit < self._last_planned and bool(self.waiting)
+        conditions = self.watch.conditions
+        may_go_on = self.picker is None and (conditions is None or conditions.forwards > 1)
+        return may_go_on and self.last_unit < self._last_planned and bool(self.waiting)
 
     def planned(self) -> dict[int, tuple[str, ...]]:
         """Units that are not simply kept, each with the modules inside that any of its recipes checkpoints."""
@@ -160,10 +162,11 @@ class UnitForward(Planned):
 
     def _unit(self) -> int:
         engine = self.engine
-        if engine.depth == 0 and not engine.waiting:
+        number = engine.num_calls.get(self.module, 0)
+        if engine.depth == 0 and number and (number == len(self.units) or not engine.waiting):
             # A step of the user's calls parts of the model, and never the model itself: a new step has begun.
             engine.num_calls.clear()
-        number = engine.num_calls.get(self.module, 0)
+            number = 0
         engine.num_calls[self.module] = number + 1
         if number == len(self.units) and engine.depth:
             engine.watch.at_more_calls(self.module, number)

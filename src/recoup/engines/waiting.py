@@ -56,16 +56,16 @@ def outputs_in(value: Any) -> Iterator[Tensor]:
 
 
 class Waiting:
-    """The calls of one step; true while one of them waits for its backward."""
+    """The last call of a step; true while it waits for its backward."""
 
     def __init__(self) -> None:
-        self._marks: list[weakref.ref[Mark]] = []
+        self._last: weakref.ref[Mark] | None = None
 
     def add(self, output: Any) -> None:
         """A call has returned."""
         mark = Mark()
         mark.put_on(output)
-        self._marks.append(weakref.ref(mark))
+        self._last = weakref.ref(mark)
 
     def __bool__(self) -> bool:
-        return any(map(waits, self._marks))
+        return self._last is not None and waits(self._last)

@@ -6,6 +6,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -321,10 +322,14 @@ class Fitting:
             return fitting
         least = tightest(profile) if fitting is None else fitting[0]
         found = self._find_between(profile, _without_surprise(least, profile), missed_bytes, budget_bytes)
-        seen = self._race([Candidate("the planner's choice", found)]) if found else budget_bytes
-        if isinstance(seen, int) or (fitting and fitting[1].seconds <= seen[1].seconds):
+        pricing = dict(self._pricing)
+        between: tuple[ModelPlan, Verification] | int = budget_bytes
+        with suppress(torch.OutOfMemoryError, VerificationError):
+            between = self._race([Candidate("the planner's choice", found)]) if found else budget_bytes
+        if isinstance(between, int) or (fitting and fitting[1].seconds <= between[1].seconds):
+            self._pricing = pricing
             return fitting
-        return seen
+        return between
 
     def _race(self, candidates: list[Candidate]) -> tuple[ModelPlan, Verification] | int:
         """The plan that wins, verified; or, where a real step passes the budget, that step's peak in bytes."""
@@ -347,10 +352,11 @@ class Fitting:
         if self.races and is_surprise and not chosen.keeps_everything:
             everything = plan_by_hand(profile, profile.plain_schedule, chosen.budget_bytes)
             rivals = [Candidate("keep everything", everything), Candidate("the planner's choice", chosen)]
-            again = race(RealSteps(self.step, profile), rivals)
-            found = self._try(again.winner, again)
-            if isinstance(found, Verification):
-                chosen, seen, ran = again.winner, found, again
+            with suppress(torch.OutOfMemoryError, VerificationError):
+                again = race(RealSteps(self.step, profile), rivals)
+                found = self._try(again.winner, again)
+                if isinstance(found, Verification):
+                    chosen, seen, ran = again.winner, found, again
         return (self._learned(ran) if self.races and ran else chosen), seen
 
     def _find_between(
@@ -375,7 +381,10 @@ class Fitting:
                 break
             with self.ranks.together():
                 apply(self.step.model, chosen)
-            if steps.record().peak_bytes <= budget_bytes:
+            peak_bytes = sys.maxsize
+            with suppress(torch.OutOfMemoryError, VerificationError):
+                peak_bytes = steps.record().peak_bytes
+            if peak_bytes <= budget_bytes:
                 found, fits_bytes = replace(chosen, budget_bytes=budget_bytes), target_bytes
             else:
                 missed_bytes = chosen.predicted_bytes

@@ -69,7 +69,7 @@ def _shapes_in(name: str, value: Any) -> Iterator[tuple[str, torch.Size]]:
 
 
 def trained_bytes_of(model: nn.Module) -> int:
-    """The bytes of a model's parameters that need gradients; 0 if FSDP2 divides them."""
+    """The bytes of a model's parameters that need gradients; 0 if `fully_shard` was called on it."""
     if is_sharding(model):
         return 0
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

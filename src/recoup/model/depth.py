@@ -32,21 +32,24 @@ def deepest(step: TrainingStep, root: ModuleCall) -> ModuleCall:
         step: to run.
         root: its calls with the random numbers that are drawn next.
     """
-    if step.begin is not None or step.waits_in_units or not _skipped(step.model, root):
+    if step.begin is not None or step.waits_in_units:
         return root
-    best, chosen, all_called = root, held_random_state(), {frozenset(_called(root))}
+    if not step.ranks.largest(_skipped(step.model, root)):
+        return root
+    # All ranks try the same numbers, and so find the same ones; their own differ.
+    best, all_called = root, set[frozenset[nn.Module]]()
     for number in range(_MOST_TRIES):
         _seed(_FIRST_SEED + number)
         begin = held_random_state()
         found = watch_calls(step)
         all_called.add(frozenset(_called(found)))
-        if len(_called(found)) > len(_called(best)):
-            best, chosen = found, begin
+        if number == 0 or len(_called(found)) > len(_called(best)):
+            best, step.begin = found, begin
         is_random = number < _NUM_FIRST or len(all_called) > 1
         if not is_random or not _skipped(step.model, best):
             break
-    step.begin = chosen
-    chosen()
+    assert step.begin is not None
+    step.begin()
     return best
 
 

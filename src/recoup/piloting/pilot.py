@@ -27,6 +27,7 @@ from recoup.devices.meter import device_of, gc_disabled
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import BudgetError, FitError
 from recoup.fitting import Fitted
+from recoup.model.optimizer_state import state_bytes_of
 from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.piloting.by_size import several_plans
 from recoup.piloting.events import LOGGER, Event, summarize
@@ -267,8 +268,7 @@ class Autopilot:
         residents = profile.residents
         lives_bytes = residents.total_bytes
         if self._optimizers:
-            state_bytes = sum(storages_of([list(one.state.values()) for one in self._optimizers]).values())
-            lives_bytes -= max(0, residents.optimizer_bytes - state_bytes)
+            lives_bytes -= max(0, residents.optimizer_bytes - state_bytes_of(*self._optimizers))
         if profile.accumulates:
             gradients = [parameter.grad for parameter in self._model.parameters()]
             gradients += self._state.unreduced_gradients()
