@@ -233,6 +233,28 @@ def wrapped_while_measured(rank: int) -> None:
         assert fitted.verification.gradients == "bit-equal"
 
 
+class _Skipping(Net):
+    """Skips blocks at random: with any numbers some of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if torch.rand(()).item() >= 0.5:
+                x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+def layers_skipped_at_random(rank: int) -> None:
+    """Ranks draw other numbers, and measure the same layers."""
+    torch.manual_seed(0)
+    model = _Skipping(14)
+    torch.manual_seed(5 + rank)
+    fitted = recoup.fit(model, batch_of(rank), budget="1GiB", loss=loss_of)
+    _assert_one_plan(fitted)
+    assert len({unit.module for unit in fitted.profile.units if unit.module}) > 10
+
+
 def batches_of_several_sizes(rank: int) -> None:
     """Each rank runs under the plan for its own batch; sharded models are refused."""
     samples = [batch_of(0, rows) for rows in (32, 64, 128)]

@@ -17,6 +17,7 @@ from rank_checks import (
     does_not_fit_the_device,
     exchanges,
     fails_in_a_real_step,
+    layers_skipped_at_random,
     sharded_after_planning,
     sharded_and_accumulating,
     sharded_before_planning,
@@ -48,6 +49,7 @@ def test_two_ranks_with_data_parallelism() -> None:
         wrapped_while_measured,
         data_parallel_settings,
         batches_of_several_sizes,
+        layers_skipped_at_random,
         a_step_of_the_users,
         unequal_ranks,
     )
