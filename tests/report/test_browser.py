@@ -212,6 +212,17 @@ def test_pointing_at_the_frontier(page: Any) -> None:
     assert "103 MiB" in tip.text
 
 
+def _refresh(page: Any, element: Any) -> None:
+    """Until the new document is there as a whole: on a busy machine the driver may return before."""
+    from selenium.webdriver.support.expected_conditions import staleness_of
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    page.refresh()
+    wait = WebDriverWait(page, 60)
+    wait.until(staleness_of(element))
+    wait.until(lambda page: page.execute_script("return document.readyState") == "complete")
+
+
 def test_dark_and_light(page: Any) -> None:
     paint = "return getComputedStyle(document.documentElement).backgroundColor"
     button = page.find_element("id", "theme")
@@ -221,7 +232,7 @@ def test_dark_and_light(page: Any) -> None:
     dark = page.execute_script(paint)
     assert (light, dark) == ("rgb(247, 247, 245)", "rgb(20, 23, 26)")
     assert button.text == "Light"
-    page.refresh()
+    _refresh(page, button)
     assert page.execute_script(paint) == dark
     page.find_element("id", "theme").click()
     assert page.execute_script(paint) == light
