@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,7 @@ def _refresh(page: Any, element: Any) -> None:
     from selenium.webdriver.support.expected_conditions import staleness_of
     from selenium.webdriver.support.wait import WebDriverWait
 
+    time.sleep(2)  # the browser writes what a page stores from another process, in its own time
     page.refresh()
     wait = WebDriverWait(page, 60)
     wait.until(staleness_of(element))
