@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -72,6 +74,36 @@ class WatchingMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Asked by the compiler."""
         return True
+
+
+# Operations are intercepted under a dispatch key that no kernel of torch's uses: where the key is on, others pass it by
+# at no cost; a function mode would cost two microseconds for each. Registered once, and inert where the key is off.
+_KEY = "TESTING_ONLY_GenericMode"
+_key: Any = torch._C._dispatch_key_parse(_KEY)
+intercepting: Callable[[], Any] = partial(torch._C._IncludeDispatchKeyGuard, _key)
+_not_intercepting: Callable[[], Any] = partial(
+    torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_key)
+)
+_intercepted: dict[Any, torch.library.Library] = {}
+_interception = threading.Lock()
+
+
+def intercept(operation: Any, run: Callable[..., Any]) -> None:
+    """Runs ``run`` instead of an operation where ``intercepting`` is entered; inside it, the operation runs itself."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _not_intercepting():
+            return run(*args, **kwargs)
+
+    with _interception:
+        if not _intercepted:
+            others = torch.library.Library("_", "IMPL")
+            others.fallback(torch.library.fallthrough_kernel, _KEY)
+            _intercepted[None] = others
+        if operation not in _intercepted:
+            library = torch.library.Library(operation.namespace, "IMPL")
+            library.impl(operation, kernel, _KEY)
+            _intercepted[operation] = library
 
 
 # Whether a mode is in force under which nothing compiled runs, such as torch's counter of FLOPs.

@@ -15,9 +15,10 @@ import recoup
 from recoup import Checkpoint, checkpoint
 from recoup.checkpointing import Group, Span, deciding, decisions
 from recoup.checkpointing.by_identity import ByIdentity
-from recoup.checkpointing.decisions import ALL, Functions
+from recoup.checkpointing.decisions import ALL, NONE, Operations
 from recoup.errors import ReplayMismatchError
 
+aten = torch.ops.aten
 NUM_TIES = 100
 SEEN: list[list[int]] = []
 """The experts of all rows, of every run. Not an attribute: a replay puts those back."""
@@ -293,17 +294,15 @@ def test_a_replay_that_decides_more() -> None:
 # Who is watched
 
 
-def watched_in(
-    monkeypatch: pytest.MonkeyPatch, fn: Callable[[Tensor], Tensor], num: int
-) -> list[decisions.Functions | None]:
+def watched_in(monkeypatch: pytest.MonkeyPatch, fn: Callable[[Tensor], Tensor], num: int) -> list[Operations]:
     """What is watched in each of some calls."""
-    found: list[decisions.Functions | None] = []
+    found: list[Operations] = []
     real = decisions.run_in
 
-    def noted(region: Any, *args: Any, watched: decisions.Functions | None) -> Any:
+    def noted(region: Any, *args: Any) -> Any:
         if isinstance(region, decisions.Recording):
-            found.append(watched)
-        return real(region, *args, watched=watched)
+            found.append(region.watched)
+        return real(region, *args)
 
     monkeypatch.setattr("recoup.checkpointing.frame.run_in", noted)
     for _ in range(num):
@@ -314,44 +313,47 @@ def watched_in(
 def test_functions_without_decisions_are_watched_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     found = watched_in(monkeypatch, torch.sin, 40)
     assert [number for number, watched in enumerate(found, 1) if watched is ALL] == [*range(1, 9), 16, 32]
-    assert all(watched in (None, ALL) for watched in found)
+    assert all(watched in (NONE, ALL) for watched in found)
 
 
 def test_where_decisions_were_found_only_what_made_them_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = Functions([Tensor.topk, Tensor.gt])
+    inside = frozenset([aten.topk.default, aten.gt.Scalar])
     found = watched_in(monkeypatch, lambda x: x.topk(2)[0].exp() * (x > 0).any(), 17)
     assert found == [ALL] * 8 + [inside] * 7 + [ALL, inside]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_an_operation_that_no_function_of_torch_calls_is_watched_among_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scripted = torch.jit.script(_largest)
-    assert watched_in(monkeypatch, lambda x: scripted(x).exp(), 12) == [ALL] * 12
-
-
-@pytest.mark.parametrize("topk", [torch.ops.aten.topk, torch.ops.aten.topk.default])
-def test_operations_that_are_called_by_their_names_are_watched_alone(
-    monkeypatch: pytest.MonkeyPatch, topk: Any
-) -> None:
-    found = watched_in(monkeypatch, lambda x: topk(x, 2)[0].exp(), 9)
-    assert found == [ALL] * 8 + [Functions([topk])]
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+@pytest.mark.parametrize("how", ["scripted", "by name", "composite"])
+def test_operations_are_watched_however_they_are_called(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    largest = {
+        "scripted": torch.jit.script(_largest),
+        "by name": _largest_by_name,
+        "composite": _largest_by_sort,
+    }
+    operation = aten.sort.stable if how == "composite" else aten.topk.default
+    found = watched_in(monkeypatch, lambda x: largest[how](x).exp(), 9)
+    assert found == [ALL] * 8 + [frozenset([operation])]
 
 
 def _largest(x: Tensor) -> Tensor:
     return x.topk(2)[0]
 
 
+def _largest_by_name(x: Tensor) -> Tensor:
+    values: Tensor = aten.topk(x, 2)[0]
+    return values
+
+
+def _largest_by_sort(x: Tensor) -> Tensor:
+    return x.gather(1, x.argsort(dim=1, stable=True)[:, -2:])
+
+
 def test_a_function_that_begins_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(4, 4)
-    assert watched_in(monkeypatch, layer, 15) == [ALL] * 8 + [None] * 7
+    assert watched_in(monkeypatch, layer, 15) == [ALL] * 8 + [NONE] * 7
     layer.forward = lambda x: layer.weight.sum() * x.topk(2)[0].exp()  # type: ignore[method-assign]
-    assert watched_in(monkeypatch, layer, 3) == [
-        ALL,
-        ALL,
-        Functions([Tensor.topk]),
-    ]  # its 16th call and those after it
+    # Its 16th call, and those after it.
+    assert watched_in(monkeypatch, layer, 3) == [ALL, *2 * [frozenset([aten.topk.default])]]
 
 
 def test_contexts_of_others_see_all_operations() -> None:
@@ -386,7 +388,7 @@ def test_checkpoints_inside_each_other() -> None:
     def inner(x: Tensor) -> Tensor:
         return checkpoint(model[2], checkpoint(model[1], model[0](x)))
 
-    for _ in range(2):
+    for _ in range(12):  # from the ninth on, only the operations that decide are watched
         assert_same(gradients(lambda x: checkpoint(inner, x), model, x), plain)
 
 
@@ -402,7 +404,7 @@ def test_a_replay_inside_adds_nothing_to_what_the_call_around_it_keeps(
         add(region, kept)
 
     monkeypatch.setattr(decisions.Recording, "add", noted)
-    for _ in range(12):  # from the ninth on, only the functions that decide are watched
+    for _ in range(12):  # from the ninth on, only the operations that decide are watched
         run = lambda x: checkpoint(lambda x: checkpoint(model[1], checkpoint(model[0], x)), x)  # noqa: E731
         assert_same(gradients(run, model, x), plain)
     assert late == []
@@ -454,8 +456,8 @@ def test_compiled_code_runs_compiled() -> None:
     torch._dynamo.utils.counters.clear()
     for _ in range(12):
         checkpoint(lambda x: compiled(x) * x.argmax(), x).sum().backward()
-    # Function modes are part of what code is compiled for: once without any, once where all is watched, once inside.
-    assert torch._dynamo.utils.counters["frames"] == {"total": 3, "ok": 3}
+    # Dispatch keys are part of what code is compiled for: once where all is watched, once where operations are.
+    assert torch._dynamo.utils.counters["frames"] == {"total": 2, "ok": 2}
 
 
 def test_sites_of_which_only_every_third_call_decides_are_found() -> None:

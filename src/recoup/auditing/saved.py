@@ -52,7 +52,7 @@ def run_logged(call: UnitCall) -> tuple[Any, SavedLog]:
     with _naming(call.module, current):
         push_saved_tensor_hooks(pack, unpack)
         try:
-            return run_in(region, call.fn, call.args, call.kwargs, watched=ALL), log
+            return run_in(region, call.fn, call.args, call.kwargs), log
         finally:
             pop_saved_tensor_hooks()
 
@@ -61,7 +61,7 @@ class _Named(Recording):
     """Notes what is kept by the module that decides it."""
 
     def __init__(self, named: list[tuple[str, Kept]], current: list[str], most_bytes: int) -> None:
-        super().__init__([], most_bytes)
+        super().__init__(most_bytes, ALL)
         self._named, self._current = named, current
 
     def add(self, kept: Kept) -> None:

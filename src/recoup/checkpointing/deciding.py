@@ -1,11 +1,11 @@
-"""Which call sites make decisions, and by which functions: found out on a few calls, so that little is watched."""
+"""Which call sites make decisions, and by which operations: found out on a few calls, so that little is watched."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from recoup.checkpointing.by_identity import ByIdentity
-from recoup.checkpointing.decisions import ALL, Functions
+from recoup.checkpointing.decisions import ALL, NONE, Operations, intercept_all
 from recoup.checkpointing.replay import depth
 from recoup.checkpointing.sampling import is_sampling_as_usual
 
@@ -15,21 +15,17 @@ _NUM_FIRST = 8
 
 
 class DecidingSite:
-    """Where calls come from, and by which functions these make decisions.
+    """Where calls come from, and by which operations these make decisions."""
 
-    Attributes:
-        has_decided: whether any call has made a decision.
-    """
-
-    __slots__ = ("_functions", "_gap", "_is_known", "_num_left", "_num_watched", "has_decided")
+    __slots__ = ("_gap", "_is_known", "_num_left", "_num_watched", "_operations")
 
     def __init__(self) -> None:
-        self._is_known = self.has_decided = False
-        self._functions: Functions | None = None
+        self._is_known = False
+        self._operations = NONE
         self._num_watched, self._num_left, self._gap = 0, 0, _NUM_FIRST
         """Calls until the next one that is watched, and from that to the one after it."""
 
-    def watched(self) -> Functions | None:
+    def watched(self) -> Operations:
         """What is watched in the next call: all in the first eight, the 16th, 32nd, …, else what has decided.
 
         Eight, since a step may call one site for several layers, of which only some decide.
@@ -38,27 +34,20 @@ class DecidingSite:
         """
         if self._num_left:  # the usual case first: this runs in every call
             self._num_left -= 1
-            return self._functions
+            return self._operations
         if depth() or not is_sampling_as_usual():
-            return self._functions if self._is_known else ALL
+            return self._operations if self._is_known else ALL
         self._num_watched += 1
         if self._num_watched >= _NUM_FIRST:
             self._num_left, self._gap = self._gap - 1, 2 * self._gap
         return ALL
 
-    def note_whether(self, decides: bool) -> None:
-        """Notes whether a call has decided; if so, the next one is to show by which functions."""
-        self._is_known = not decides
-        if decides:
-            self.has_decided, self._num_left = True, 0
-
-    def note(self, deciding: Functions | None) -> None:
-        """Notes which functions have decided in a call that was watched."""
+    def note(self, deciding: Operations) -> None:
+        """Notes which operations have decided in a call of which all was watched."""
         self._is_known = True
-        if deciding is ALL or self._functions is None:
-            self._functions = deciding
-        elif deciding is not None and self._functions is not ALL:
-            self._functions = Functions(deciding | self._functions)
+        if new := deciding - self._operations:
+            intercept_all(new)
+            self._operations |= new
 
 
 _sites = ByIdentity(DecidingSite)

@@ -11,9 +11,9 @@ NOTE [ Decisions are kept, values are recomputed ]
    indices, from its own input: they are those of the forward if the inputs are, and gradients go where the forward's
    choice was.
 3. Decisions are recognised by a dispatch mode, which costs microseconds for each operation. It is on for the first
-   eight calls of a call site, the 16th, 32nd, …, and finds out which of torch's functions, as the code calls them,
-   decide there. In all other calls it is on inside these functions only, which a function mode tells at less than half
-   of the cost (benchmarks/host_costs.py).
+   eight calls of a call site, the 16th, 32nd, …, and finds out which operations decide there. In all other calls it is
+   on inside these operations only: torch's dispatcher intercepts them, and others cost nothing
+   (benchmarks/host_costs.py).
 4. What is kept is numbered. The replay must decide in the same order, by the same operations on the same shapes; it may
    leave some out, which a cache has by now. Of those with the same operation and shapes it must make all or none: if it
    makes some, nothing tells which, and that is an error. Decisions behind the tensor that a replay stops at do not
@@ -35,11 +35,11 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from recoup.checkpointing import mismatch
 from recoup.checkpointing.deciding_operations import (
@@ -53,23 +53,36 @@ from recoup.checkpointing.deciding_operations import (
 from recoup.checkpointing.guard import is_unguarded
 from recoup.checkpointing.mismatch import Decision
 from recoup.tensors import each_tensor
-from recoup.torch_private import OpOverload, WatchingMode, local_scalar
+from recoup.torch_private import OpOverload, WatchingMode, intercept, intercepting, local_scalar
 
 __all__ = [
     "ALL",
-    "Functions",
+    "NONE",
     "Handing",
     "Kept",
-    "Learning",
-    "OfFunctions",
+    "Operations",
     "Recording",
     "Region",
+    "intercept_all",
     "most_bytes_of",
     "regions",
     "run_in",
 ]
 
 Decided: TypeAlias = "Tensor | bool | int | float"
+Operations: TypeAlias = frozenset[Any]
+"""Operations of torch, as a dispatch mode is shown them."""
+
+
+class _All(Operations):
+    def __contains__(self, operation: object) -> bool:
+        return True
+
+
+ALL: Operations = _All(["all"])
+"""Stands for every operation."""
+NONE: Operations = frozenset()
+Run: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Kept(NamedTuple):
@@ -101,16 +114,22 @@ class Kept(NamedTuple):
 
 
 class Region(ABC):
-    """A call that is recorded or replayed, as `keep` and the dispatch mode see it."""
+    """A call that is recorded or replayed, as `keep` and the dispatch mode see it.
 
-    __slots__ = ("kept",)
+    Attributes:
+        kept: what a replay is given instead of computing it anew.
+        watched: the operations that are shown to it.
+    """
+
+    __slots__ = ("kept", "watched")
     kept: list[Kept]
+    watched: Operations
     is_inside = True
     """Whether it belongs to the regions around it."""
 
     @abstractmethod
-    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation."""
+    def decide(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation, which ``run`` runs in the regions around this one."""
 
     @abstractmethod
     def keep(self, tensor: Tensor, value: Tensor | None) -> Tensor:
@@ -121,25 +140,24 @@ class Recording(Region):
     """A forward: what it decides is kept.
 
     Attributes:
-        kept: what a replay is given instead of computing it anew.
         most_bytes: decisions up to this size are kept.
-        num_decisions: the number of decisions, beside what the user keeps.
+        deciding: the operations that have decided.
     """
 
-    __slots__ = ("most_bytes", "num_decisions")
+    __slots__ = ("deciding", "most_bytes")
 
-    def __init__(self, kept: list[Kept], most_bytes: int) -> None:
-        self.kept, self.most_bytes, self.num_decisions = kept, most_bytes, 0
+    def __init__(self, most_bytes: int, watched: Operations) -> None:
+        self.kept, self.most_bytes, self.watched, self.deciding = [], most_bytes, watched, NONE
 
-    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def decide(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation, and keeps its result if that is a decision."""
-        result = func(*args, **kwargs)
+        result = run(func, args, kwargs)
         if type(result) is Tensor and result.dtype.is_floating_point and func is not KEEP:
             return result
         if decides(func, given := _given(args, kwargs), result):
             decided = result[1] if isinstance(result, tuple) else result
             is_small = not isinstance(decided, Tensor) or decided.nbytes <= self.most_bytes or func is KEEP
-            self.num_decisions += 1
+            self.deciding |= {func}
             value = _copied(decided) if is_small else None
             self.add(Kept(*_decision(func, given), value, self.num_saved()))
         return result
@@ -165,23 +183,24 @@ class Handing(Region):
     Args:
         fn: what is replayed.
         kept: by the forward.
+        watched: in the forward.
         may_go_on: whether the replay may run further than the forward has come.
     """
 
     __slots__ = ("_fn", "_may_go_on", "_next", "_taken")
     is_inside = False
 
-    def __init__(self, fn: Any, kept: list[Kept], *, may_go_on: bool) -> None:
-        self.kept, self._fn, self._may_go_on, self._next = kept, fn, may_go_on, 0
+    def __init__(self, fn: Any, kept: list[Kept], watched: Operations, *, may_go_on: bool) -> None:
+        self.kept, self.watched, self._fn, self._may_go_on, self._next = kept, watched, fn, may_go_on, 0
         self._taken: list[Decision] = []
 
-    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def decide(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation, unless it selects; its result is the forward's if that is a decision."""
         given = _given(args, kwargs)
         if selects(func, given[0] if given else None):
             then = self._take(_decision(func, given))
-            return func(*args, **kwargs) if then is None else (values_at(then, func, args, kwargs), then)
-        result = func(*args, **kwargs)
+            return run(func, args, kwargs) if then is None else (values_at(then, func, args, kwargs), then)
+        result = run(func, args, kwargs)
         if type(result) is Tensor and result.dtype.is_floating_point and func is not KEEP:
             return result
         if not decides(func, given, result):
@@ -227,12 +246,23 @@ class Handing(Region):
                 raise mismatch.decided_less(self._fn, kind, made[kind], num_taken)
 
 
-class _Watch(WatchingMode):
-    """Shows every operation to a region."""
+class _Here(threading.local):
+    """The regions that this thread is in, and whether an operation is being shown to them."""
 
-    def __init__(self, region: Region) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._region = region
+    regions: tuple[Region, ...] = ()
+    is_showing = False
+
+
+_here = _Here()
+
+
+def regions() -> tuple[Region, ...]:
+    """The regions that this thread is in, from the outermost to the innermost."""
+    return _here.regions
+
+
+class _Watch(WatchingMode):
+    """Shows operations to the regions that watch them."""
 
     def __torch_dispatch__(
         self,
@@ -241,109 +271,55 @@ class _Watch(WatchingMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs the operation as the region does, unless recoup itself makes a copy, or the operation runs functions."""
-        if is_unguarded() or not isinstance(func, OpOverload):
+        """Runs an operation as the regions do.
+
+        Not if recoup itself makes a copy, if the operation runs functions, or if a mode like this one, of which there
+        may be several, is showing it.
+        """
+        if is_unguarded() or _here.is_showing or not isinstance(func, OpOverload):
             return func(*args, **(kwargs or {}))
-        return self._region.decide(func, args, kwargs or {})
+        _here.is_showing = True
+        try:
+            return _run_in_each(_watching(func), func, args, kwargs or {})
+        finally:
+            _here.is_showing = False
 
 
-class _Regions(threading.local):
-    stack: tuple[Region, ...] = ()
+def _watching(operation: Any) -> list[Region]:
+    return [region for region in _here.regions if operation in region.watched]
 
 
-_regions = _Regions()
+def _run_in_each(around: list[Region], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation in regions, so that its result goes from the outermost to the innermost."""
+    if not around:
+        return func(*args, **kwargs)
+    return around[-1].decide(partial(_run_in_each, around[:-1]), func, args, kwargs)
 
 
-def regions() -> tuple[Region, ...]:
-    """The regions that this thread is in, from the outermost to the innermost."""
-    return _regions.stack
+def intercept_all(operations: Operations) -> None:
+    """Has torch's dispatcher intercept operations, where a region watches these alone."""
+    for operation in operations:
+        intercept(operation, partial(_run_watched, operation))
 
 
-class Functions(frozenset[Any]):
-    """Functions of torch, as the user's code calls them, that have decided at some call site."""
+def _run_watched(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or not _watching(operation):
+        return operation(*args, **kwargs)
+    with _Watch():  # type: ignore[no-untyped-call]
+        return operation(*args, **kwargs)
 
 
-ALL = Functions(["all"])
-"""Stands for everything: the call may decide anywhere."""
-
-
-class OfFunctions(TorchFunctionMode):
-    """Sees the functions of torch as the user's code calls them.
-
-    It belongs to one run of a call: a replay inside that call, later, does not stand in it.
-    """
-
-
-class _WatchInside(OfFunctions):
-    """Shows the operations of some functions to a region."""
-
-    def __init__(self, region: Region, functions: Functions) -> None:
-        super().__init__()
-        self._region, self._functions = region, functions
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs a function, watched if it is one of those: others, the most by far, cost a look into a set."""
-        if func not in self._functions:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        with _Watch(self._region):
-            return func(*args, **(kwargs or {}))
-
-
-class Learning(OfFunctions):
-    """Finds out which functions decide, while a region sees all operations."""
-
-    def __init__(self, region: Recording) -> None:
-        super().__init__()
-        self._region, self._found, self._num_seen = region, set[Any](), 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs a function, and looks whether the region has seen decisions meanwhile."""
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        before = self._region.num_decisions
-        result = func(*args, **(kwargs or {}))
-        if num_new := self._region.num_decisions - before:
-            self._found.add(func)
-            self._num_seen += num_new
-        return result
-
-    def functions(self) -> Functions:
-        """Those that decide; `ALL` if something else does, too: no mode sees the inside of a scripted function."""
-        return Functions(self._found) if self._num_seen == self._region.num_decisions else ALL
-
-
-def run_in(
-    region: Region,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    watched: Functions | None,
-) -> Any:
-    """Runs a function in a region, which sees the operations of the ``watched`` functions of torch, or none."""
-    before = _regions.stack
-    _regions.stack = (*before, region) if region.is_inside else (region,)
+def run_in(region: Region, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a function in a region, which is shown the operations that it watches."""
+    before = _here.regions
+    _here.regions = (*before, region) if region.is_inside else (region,)
     try:
-        if watched is None:
+        if not region.watched:
             return fn(*args, **kwargs)
-        with _Watch(region) if watched is ALL else _WatchInside(region, watched):
+        with _Watch() if region.watched is ALL else intercepting():  # type: ignore[no-untyped-call]
             return fn(*args, **kwargs)
     finally:
-        _regions.stack = before
+        _here.regions = before
 
 
 def most_bytes_of(arguments: Any) -> int:

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from recoup.checkpointing.decisions import OfFunctions
 from recoup.snapshot.random_state import RandomState
 from recoup.torch_private import (
     DeviceContext,
@@ -44,9 +43,7 @@ class Environment:
         self._random = RandomState(generators) if preserve_rng else None
         self._settings = settings = read_settings()
         self._autocast = _read_autocast() if settings[_AUTOCAST] else None
-        # Those that look for decisions end with the call around: in a replay it would keep the same once more.
-        modes = function_modes() if settings[_MODES] else []
-        self._modes = [mode for mode in modes if not isinstance(mode, OfFunctions)]
+        self._modes = function_modes() if settings[_MODES] else []
 
     def settle(self) -> None:
         """Drops, right after the forward, what the replay will not need."""

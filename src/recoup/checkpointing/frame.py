@@ -35,7 +35,7 @@ from recoup.checkpointing import mismatch, process_lock
 from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
 from recoup.checkpointing.deciding import deciding_site
-from recoup.checkpointing.decisions import ALL, Functions, Handing, Learning, Recording, most_bytes_of, run_in
+from recoup.checkpointing.decisions import ALL, NONE, Handing, Recording, most_bytes_of, run_in
 from recoup.checkpointing.digest import Digest, digest_of_saved, packed
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
@@ -80,7 +80,7 @@ class Frame(Recording):
     """
 
     __slots__ = (
-        "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_site", "_state", "_watched",
+        "_digests", "_environment", "_maker", "_outputs", "_replay_context", "_results", "_site", "_state",
         "arguments", "first", "fn", "is_settled", "leaves", "options", "records", "runs_backward",
     )  # fmt: skip
 
@@ -96,12 +96,11 @@ class Frame(Recording):
         self.records: list[Record] = []
         self.leaves: dict[int, Tensor] = {}
         self.is_settled = self.runs_backward = False
-        self.kept, self.most_bytes, self.num_decisions = [], 0, 0
+        super().__init__(0, NONE)
         site = site_of(fn)
         # Contexts may keep results of operations themselves, and then must see all of these.
         watches = options.keep_decisions and replay_context is None
         self._site = deciding_site(site) if watches else None
-        self._watched: Functions | None = None
         self._replay_context = replay_context
         reach = Reach(fn, arguments.others)
         self._state = None
@@ -120,22 +119,11 @@ class Frame(Recording):
 
     def run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward, and keeps what it decides."""
-        watched = self._watched = None if self._site is None else self._site.watched()
-        if watched is None:
-            return run_in(self, self.fn, args, kwargs, watched=None)
-        self.most_bytes = most_bytes_of((args, kwargs))
-        if watched is not ALL:
-            return run_in(self, self.fn, args, kwargs, watched=watched)
-        assert self._site is not None
-        if (
-            not self._site.has_decided
-        ):  # no function mode before one is needed: compiled code is compiled anew for it
-            output = run_in(self, self.fn, args, kwargs, watched=ALL)
-            self._site.note_whether(self.num_decisions > 0)
-            return output
-        with Learning(self) as learning:
-            output = run_in(self, self.fn, args, kwargs, watched=ALL)
-        self._site.note(learning.functions() if self.num_decisions else None)
+        if self._site is not None and (watched := self._site.watched()):
+            self.watched, self.most_bytes = watched, most_bytes_of((args, kwargs))
+        output = run_in(self, self.fn, args, kwargs)
+        if self.watched is ALL and self._site is not None:
+            self._site.note(self.deciding)
         return output
 
     def num_saved(self) -> int:
@@ -144,13 +132,17 @@ class Frame(Recording):
 
     def handing(self) -> Handing | None:
         """What hands a replay what the forward kept; None if that is nothing."""
-        return Handing(self.fn, self.kept, may_go_on=not self.is_settled) if self.kept else None
+        if not self.kept:
+            return None
+        return Handing(
+            self.fn, self.kept, self.watched if self.deciding else NONE, may_go_on=not self.is_settled
+        )
 
     def run_again(self, args: Sequence[Any], kwargs: dict[str, Any], handing: Handing | None) -> Any:
         """Runs a replay, and gives it what the forward kept."""
         if handing is None:
             return self.fn(*args, **kwargs)
-        return run_in(handing, self.fn, args, kwargs, watched=self._watched if self.num_decisions else None)
+        return run_in(handing, self.fn, args, kwargs)
 
     def settle(self, output: Any) -> None:
         """Ends the forward: from here on only what the replay needs is held, and what the output was like."""
