@@ -50,6 +50,9 @@ is_fx_tracing: Callable[[], bool] = getattr(torch.fx._symbolic_trace, "is_fx_sym
 current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 transform_level: Callable[[Tensor], int] = torch._C._functorch.maybe_get_level
 
+# Whether the compiler runs operations on fake tensors: `torch.compiler.is_compiling` does not tell before 2.13.
+tracing_context: Callable[[], Any] = torch._guards.TracingContext.try_get
+
 # Modes: their number is read in every call; a mode must not see the tensors that recoup itself copies and compares.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack

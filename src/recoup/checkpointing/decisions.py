@@ -53,7 +53,14 @@ from recoup.checkpointing.deciding_operations import (
 from recoup.checkpointing.guard import is_unguarded
 from recoup.checkpointing.mismatch import Decision
 from recoup.tensors import each_tensor
-from recoup.torch_private import OpOverload, WatchingMode, intercept, intercepting, local_scalar
+from recoup.torch_private import (
+    OpOverload,
+    WatchingMode,
+    intercept,
+    intercepting,
+    local_scalar,
+    tracing_context,
+)
 
 __all__ = [
     "ALL",
@@ -303,7 +310,7 @@ def intercept_all(operations: Operations) -> None:
 
 
 def _run_watched(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or not _watching(operation):
+    if tracing_context() or not _watching(operation):
         return operation(*args, **kwargs)
     with _Watch():  # type: ignore[no-untyped-call]
         return operation(*args, **kwargs)
