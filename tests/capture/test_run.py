@@ -498,7 +498,6 @@ PROGRAM = """
 """
 
 
-@pytest.mark.slow  # three processes, each of which imports the compiler
 class TestCaches:
     def run(self, folder: Path, *saves: tuple[str, ...]) -> tuple[list[int], list[Any]]:
         """After each cut, the number of graphs that no cache had; and the shapes that each cut holds."""
