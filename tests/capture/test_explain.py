@@ -71,8 +71,10 @@ def test_a_dropout_s_mask_is_kept_and_its_result_made_again() -> None:
     graph = captured(module, module.given())
     found = {one.name: one for one in fates_of(graph, Cut("captured", graph.digest, ()))}
     assert found["native_dropout"].fate == "kept"
-    assert found["native_dropout"].num_bytes == ROWS * WIDTH  # one byte for each number
+    assert found["native_dropout"].num_bytes == ROWS * WIDTH // 8  # a bit for each number
     assert (found["getitem"].operation, found["getitem"].fate) == ("aten.native_dropout", "recomputed")
+    own = {one.name: one for one in fates_of(graph, Cut("captured", graph.digest))}
+    assert own["native_dropout"].num_bytes == ROWS * WIDTH  # as the operation made it
 
 
 def test_a_constant_is_no_operation() -> None:

@@ -122,8 +122,8 @@ def test_a_dropout_s_result_is_made_from_its_mask() -> None:
     graph = captured(module, given)
     run = at(module, Cut("captured", graph.digest, ()))
     kept = at(module, Cut("captured", graph.digest))
-    # Two masks of a byte for each number. The second dropout's result is the output: only the first one's is read.
-    assert held_bytes(run, given) == 2 * 4 * 8
+    # Two masks of a bit for each number. The second dropout's result is the output: only the first one's is read.
+    assert held_bytes(run, given) == 2 * 4 * 8 // 8
     found = recomputed(run, given, kept)
     assert "native_dropout" not in found
     assert found["native_dropout_backward"] == 1

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from recoup.capture.cut import Cut
 from recoup.capture.graph import UnitGraph
+from recoup.capture.masks import PACKING, is_packed
 
 __all__ = ["OperationFate", "fates_of"]
 
@@ -20,7 +21,7 @@ class OperationFate:
     Attributes:
         name: in the graph.
         operation: such as ``"aten.addmm"``.
-        num_bytes: of its result.
+        num_bytes: of its result; of a dropout's mask, as it is kept.
         seconds: measured by itself.
         fate: ``"kept"``, ``"recomputed"``, or ``"not needed"`` by the backward; ``"backward"`` if only that runs it.
         line: of the user's code that made it, such as ``"model.py:31: y = self.out(y)"``; empty if not known.
@@ -46,10 +47,15 @@ def fates_of(graph: UnitGraph, cut: Cut) -> tuple[OperationFate, ...]:
             fate = "recomputed" if node in forward else "backward"
         else:
             fate = "kept" if needed else "not needed"
-        size = sum(graph.value_bytes[value] for value in op.outputs)
+        size = sum(_kept_bytes(graph, cut, value) for value in op.outputs)
         seconds = graph.seconds.get(node.name, 0.0)
         found.append(OperationFate(node.name, _operation(node), size, seconds, fate, _line(node)))
     return tuple(found)
+
+
+def _kept_bytes(graph: UnitGraph, cut: Cut, value: int) -> int:
+    packing = PACKING if cut.saves is not None and is_packed(graph.makers[value]) else 1
+    return graph.value_bytes[value] // packing
 
 
 def _read_later(graph: UnitGraph, again: set[Node]) -> set[int]:

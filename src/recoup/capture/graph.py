@@ -5,7 +5,8 @@ NOTE [ What is a value, and what an operation ]
     2. What does not depend on a gradient of an output belongs to the forward. What the rest reads is needed.
     3. Arguments, parameters and constants live anyway, and so do the unit's outputs, which its caller has.
     4. An operation that draws random numbers is never run again: its results are kept. A dropout counts as two
-       operations: one draws the mask, and the other makes the result from it, which can be made again.
+       operations: one draws the mask, and the other makes the result from it, which can be made again. The mask is
+       kept as bits.
     5. An operation that decides (top-k indices, a comparison of floating-point values), or that the user keeps, is not
        run again either. Of decisions only those that are small beside the unit's outputs: see NOTE [ Decisions are
        kept, values are recomputed ].

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup.capture.cut import Cut
 from recoup.capture.graph import DROPOUT, UnitGraph, changed_inputs, is_random, is_view, masked_result
+from recoup.capture.masks import is_packed, pack
 from recoup.torch_private import default_partition, keep_order, min_cut_partition
 
 __all__ = ["draw_as_eager", "partition"]
@@ -42,6 +43,9 @@ def partition(
     kept, again = graph.recomputed(cut.saves)
     dropped = {node for node in again if _is_of_dropout(node)}
     again = again - dropped | {_made_again(joint, node) for node in dropped}
+    for mask in [node for node in kept if is_packed(node) and node.users]:
+        bits, unpacked = pack(joint, mask)
+        kept, again = kept - {mask} | {bits}, again | unpacked
     kept |= {_copied(joint, node) for node in changed_inputs(joint.graph) if _is_read_by(node, again)}
     _mark(kept, CheckpointPolicy.MUST_SAVE)
     _mark(again, CheckpointPolicy.MUST_RECOMPUTE)
