@@ -467,3 +467,35 @@ def test_pressure_makes_the_plan_smaller_before_it_fails(
     assert (event.kind, event.reason, event.step) == ("pressure", "fragmented", 4)
     assert event.after.predicted_bytes < event.before.predicted_bytes
     assert (pilot.plan, event.lost_s) == (event.after, 0)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Wraps another optimizer, which has the state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Averaging])
+def test_what_is_usable_counts_the_state_of_optimizers(wrap: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model, batches = make_subject("gpt")
+    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    fitted = recoup.fit(model, batches[0], budget="1GiB", optimizer=optimizer, race=False)
+    residents = fitted.profile.residents
+    assert residents.optimizer_bytes > 2 * residents.parameter_bytes > 0
+    tracker = MemoryTracker(limit_bytes=2**30)
+    pilot = recoup.autopilot(fitted, optimizer=optimizer, tracker=tracker)
+
+    def step() -> None:
+        with tracker:
+            model(batches[0]).backward()
+
+    for missing_bytes in (residents.optimizer_bytes, 0):  # its first step makes the state
+        assert pilot._usable_bytes() == 2**30 + residents.total_bytes - missing_bytes
+        pilot.step(step)
+        optimizer.step()
+        optimizer.zero_grad()
