@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from recoup import Checkpoint, checkpoint
 from recoup.checkpointing import Span, sampling
@@ -398,3 +399,59 @@ def test_values_are_compared_where_a_call_changes_what_it_is_fed() -> None:
     loss = span.call(lambda y: (y.mul_(2) * next(ticks)).sin(), (y,), {}).sum()
     with pytest.raises(ReplayMismatchError, match="has other values"):
         loss.backward()
+
+
+# Tensors without memory of their own
+
+
+class Opaque(Tensor):
+    """A wrapper that does not tell what it wraps."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(cls.unwrapped, (args, kwargs or {}))
+        return tree_map(
+            lambda value: cls(value) if isinstance(value, Tensor) else value, func(*args, **kwargs)
+        )
+
+    @classmethod
+    def unwrapped(cls, value: Any) -> Any:
+        return value.inner if isinstance(value, cls) else value
+
+
+class Open(Opaque):
+    """A wrapper that does, as those of quantised weights."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], *_: Any) -> Any:
+        return cls(parts["inner"])
+
+
+@pytest.mark.parametrize("kind", [Opaque, Open])
+def test_wrappers_of_tensors_are_replayed(kind: type[Opaque]) -> None:
+    values = torch.randn(5, 4)
+    (expected,) = torch.autograd.grad((values.requires_grad_() * 2).sin().sum(), values)
+    for _ in range(12):
+        x = kind(values.detach()).requires_grad_()
+        checkpoint(lambda x: (x * 2).sin(), x).sum().backward()
+        assert isinstance(x.grad, kind)
+        assert torch.equal(x.grad.inner, expected)
+
+
+def test_what_drifts_inside_a_wrapper_is_found() -> None:
+    scale = [2.0]
+    x = Open(torch.randn(5, 4)).requires_grad_()
+    output = checkpoint(lambda x: (x * scale[0]).sin(), x)
+    scale[0] = 3.0
+    with pytest.raises(FOUND):
+        output.sum().backward()

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.digest import Digest, are_same, digest, digest_of_saved, is_same
+from recoup.checkpointing.digest import Digest, are_same, digest, digest_of_saved, has_bits, is_same
 from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.checkpointing.sampling import never_again
 from recoup.errors import RecoupWarning
-from recoup.tensors import local_part
+from recoup.tensors import plain_tensors
 from recoup.torch_private import WithoutDispatch
 
 __all__ = ["Compare", "Comparison", "Result", "compare_exactly", "is_close", "results_of"]
@@ -114,16 +114,17 @@ def results_of(tensors: list[Tensor]) -> list[Result]:
 
 def _some_values(tensor: Tensor) -> Tensor | None:
     """A few values from all over a tensor of numbers; of one that is divided over ranks, from this rank's part."""
-    tensor = local_part(tensor)
-    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    if not is_plain or digest(tensor[:0] if tensor.dim() else tensor) is None:
-        return None
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    parts = [part for one in plain_tensors(tensor) if (part := _values_of_part(one)) is not None]
+    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
+
+
+def _values_of_part(tensor: Tensor) -> Tensor | None:
+    if not has_bits(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     with torch.no_grad(), WithoutDispatch():
         some = tensor.detach()[tuple(slice(None, None, max(1, size // 3)) for size in tensor.shape)]
         some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
-        return some.to(torch.float64 if some.dtype is torch.float64 else torch.float32, copy=True)
+        return some.to(torch.float64 if some.dtype is torch.float64 else torch.float32, copy=True).flatten()
 
 
 def _differ_by_rounding(pairs: list[tuple[Result, Result]]) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from recoup.tensors import plain_tensors
 from recoup.torch_private import FakeTensor, WithoutDispatch, is_traceable_wrapper_subclass, transform_level
 
-__all__ = ["Digest", "are_same", "digest", "digest_of_saved", "is_same", "packed"]
+__all__ = ["Digest", "are_same", "digest", "digest_of_saved", "has_bits", "is_same", "packed"]
 
 Digest: TypeAlias = "bytes | Tensor | tuple[Digest, ...] | None"
 """Of host memory bytes, of a device's memory a tensor there, of a wrapper those of what it wraps; None without plain
@@ -32,26 +32,20 @@ def digest(tensor: Tensor) -> Digest:
     """Hashes a tensor's bits in the order of its elements, so that moved values show as well as changed ones.
 
     On the host it is BLAKE2. Elsewhere every word is mixed with its place and all are summed up, without
-    synchronisation and with little memory. Sparse, quantised, nested and fake tensors have none.
+    synchronisation and with little memory. Sparse, quantised, nested and fake tensors have none,
+    nor do wrappers that do not tell what they wrap.
 
     >>> is_same(digest(torch.tensor([1.0, 2.0])), digest(torch.tensor([2.0, 1.0])))
     False
     """
-    if isinstance(tensor, FakeTensor):
+    is_subclass = type(tensor) not in (Tensor, Parameter)
+    wrapper: Any = tensor
+    if is_subclass and is_traceable_wrapper_subclass(wrapper):  # such as DTensor
+        return tuple(map(digest, plain_tensors(tensor)))
+    if not has_bits(tensor):
         return None
-    if type(tensor) not in (Tensor, Parameter):
-        wrapper: Any = tensor
-        if is_traceable_wrapper_subclass(wrapper):  # such as DTensor
-            return tuple(map(digest, plain_tensors(tensor)))
+    if is_subclass:
         tensor = tensor.detach().as_subclass(Tensor)
-    if (
-        tensor.layout is not torch.strided
-        or tensor.is_quantized
-        or tensor.is_nested
-        or tensor.device.type == "meta"
-        or transform_level(tensor) > 0
-    ):
-        return None
     with torch.no_grad(), WithoutDispatch():
         # A mask that was expanded has every row once in memory.
         for dim, stride in enumerate(tensor.stride()):
@@ -61,6 +55,23 @@ def digest(tensor: Tensor) -> Digest:
             tensor = torch.view_as_real(tensor.resolve_conj())
         tensor = tensor.detach().resolve_neg()
         return _of_host(tensor) if tensor.device.type == "cpu" else _of_words(tensor)
+
+
+def has_bits(tensor: Tensor) -> bool:
+    """Whether a tensor has memory that can be read element by element; fake tensors and wrappers have none."""
+    if (
+        isinstance(tensor, FakeTensor)
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+        or transform_level(tensor) > 0
+    ):
+        return False
+    try:
+        return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # a wrapper's storage is invalid
+        return False
 
 
 def is_same(left: Digest, right: Digest) -> bool:
