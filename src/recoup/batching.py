@@ -136,7 +136,7 @@ def largest_batch(
             rank's.
         optimizer: from a model to its optimizer, such as ``lambda model: AdamW(model.parameters())``; unless given,
             the one that ``make`` returns.
-        units: the modules to decide about, as `measure` takes them; by name or predicate.
+        units: the modules to decide about, as `measure` takes them; by name, class or predicate.
         accumulates: gradients are there when a step begins.
         most: no batch is larger. Unless given, the search also ends where larger batches gain nothing more.
 

@@ -363,3 +363,29 @@ def test_parameters_without_a_gradient_keep_none() -> None:
     model(x).backward()
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert without == {f"blocks.{number}.extra.{kind}" for number in range(3) for kind in ("weight", "bias")}
+
+
+class ChannelsLast(nn.Module):
+    """Blocks that normalize images whose channels lie one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(memory_format=torch.channels_last)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_captured_code_is_tried_with_gradients_of_its_inputs() -> None:
+    """Without them, torch's GroupNorm on the CPU ends the process."""
+    model, x = ChannelsLast(), torch.randn(2, 8, 6, 6, requires_grad=True)
+    fitted = recoup.fit(model, x, budget="1GiB", engine="captured", units=nn.Sequential, race=False)
+    assert not any(unit.uncaptured for unit in fitted.profile.units)
+    # Captured code gets gradients of images as contiguous tensors: sums of them, for biases, are in another order.
+    assert fitted.verification is not None
+    assert all(one.name.endswith("bias") for one in fitted.verification.drifting)

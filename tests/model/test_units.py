@@ -164,6 +164,8 @@ class TestFind:
             ("blocks.[02]", ["blocks.0", "blocks.2"]),
             (["blocks.2", "embed"], ["embed", "blocks.2"]),
             (lambda name, module: isinstance(module, nn.Embedding), ["embed"]),
+            (nn.Embedding, ["embed"]),
+            ([nn.Embedding, "head"], ["embed", "head"]),
             (("blocks.1", lambda name, module: name == "head"), ["blocks.1", "head"]),
             # A star does not cross a dot: these are no blocks.
             ("*", ["embed", "head"]),
@@ -185,6 +187,7 @@ class TestFind:
             ("block.1", r"'block.1' fits no module of the model. Did you mean 'blocks.1'"),
             ("zzz", r"'zzz' fits no module of the model. The first names are: blocks, blocks.0,"),
             (nn.Linear(2, 2), r"The module Linear\(…\) fits no module"),
+            (nn.LSTM, r"The class LSTM fits no module"),
             (lambda name, module: False, r"The predicate for units fits no module"),
             ("blocks", r"'blocks' fits 'blocks', which the step never calls.*name what is in them"),
             (

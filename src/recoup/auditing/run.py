@@ -36,7 +36,8 @@ def audit(
         sample: a tensor, a tuple of positional arguments or a dict of keyword arguments.
         loss: from the model's output to a scalar; unless given, the output's ``loss``, or the output itself.
         step: a callable that runs a whole training step, instead of sample and loss.
-        units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
+        units: the modules to decide about: name patterns (``"blocks.*"``), modules, classes of modules, or a
+            predicate of name and module.
 
     Raises:
         SampleError: the model does not take the sample, or has nothing to train.

@@ -71,7 +71,8 @@ def fit(
         optimizer: whose state counts, also before its first step; a trainer's wrapper of one, or several in a list.
         step: a callable that runs a whole training step, for loops that are not ``loss(model(*sample))``. Whatever it
             changes is put back.
-        units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
+        units: the modules to decide about: name patterns (``"blocks.*"``), modules, classes of modules, or a
+            predicate of name and module.
         accumulates: gradients are there when a step begins, because several backwards add up in them; with FSDP2,
             ``"unreduced"`` says that they are there in full, since only the last micro-batch reduces them
             (``set_requires_gradient_sync``, ``no_sync`` of Accelerate).

@@ -94,7 +94,8 @@ def measure(
             output's ``loss``, or the output itself.
         optimizer: whose state counts, also before its first step; or several.
         step: a callable that runs a whole training step, instead of sample and loss.
-        units: the modules to decide about: name patterns (``"blocks.*"``), modules, or a predicate of name and module.
+        units: the modules to decide about: name patterns (``"blocks.*"``), modules, classes of modules, or a
+            predicate of name and module.
         accumulates: gradients are there when a step begins, because several backwards add up in them; with FSDP2,
             ``"unreduced"`` says that they are there in full, since only the last micro-batch reduces them.
         holds_output: whether the training loop holds the model's output through the backward, as

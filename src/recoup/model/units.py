@@ -36,7 +36,7 @@ from recoup.model.slices import (
 
 __all__ = ["Units", "children_of", "choose_units", "find_units", "parts_of", "split_units", "without_nested"]
 
-Units = str | nn.Module | Callable[[str, nn.Module], bool]
+Units = str | nn.Module | type[nn.Module] | Callable[[str, nn.Module], bool]
 _LARGEST_SHARE = 4
 
 
@@ -174,7 +174,7 @@ def _first_call(root: ModuleCall, module: nn.Module) -> ModuleCall | None:
 
 
 def find_units(root: ModuleCall, wanted: Units | Iterable[Units]) -> list[nn.Module]:
-    """The units that the user names: patterns of module names, modules, or a predicate.
+    """The units that the user names: patterns of module names, modules, classes of modules, or a predicate.
 
     Raises:
         UnitError: nothing in the model is called so, the step never calls it, or one lies inside another.
@@ -223,6 +223,9 @@ def _matching(
     elif isinstance(entry, str):
         matches = {name: module for name, module in names.items() if _fits(name, entry)}
         what = f"The unit pattern {entry!r}"
+    elif isinstance(entry, type):
+        matches = {name: module for name, module in names.items() if isinstance(module, entry)}
+        what = f"The class {entry.__name__}"
     else:
         matches = {name: module for name, module in names.items() if entry(name, module)}
         what = "The predicate for units"

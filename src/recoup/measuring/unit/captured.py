@@ -68,8 +68,9 @@ def run_once(call: UnitCall, recipes: Iterable[Recipe], wanted: Sequence[bool] |
 
 def _with_gradient(call: UnitCall, recipe: Recipe, wanted: Sequence[bool] | None) -> set[str]:
     """The names of the parameters that get a gradient."""
-    args, kwargs, _ = call.fresh()
+    args, kwargs, start = call.fresh()
     named = {name: one for name, one in call.module.named_parameters() if one.requires_grad}
     seed = seeded(run_recipe(recipe, call.module, call.fn, args, kwargs), wanted)
-    found = gradients_from([seed], list(named.values())) if seed is not None and named else ()
+    # With the inputs' gradients, as in a step: without them some kernels crash (GroupNorm's on channels-last inputs).
+    _, *found = gradients_from([seed], [start, *named.values()]) if seed is not None and named else (None,)
     return {name for name, gradient in zip(named, found, strict=False) if gradient is not None}
