@@ -619,3 +619,24 @@ def test_compiled_code_may_decide(backend: str) -> None:
     for _ in range(12):
         output = checkpoint(lambda x: compiled(x) * (x.argmax() + 2).clamp(max=2), x)
         assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
+
+
+def test_sizes_and_layouts_of_nested_tensors_are_no_decisions() -> None:
+    layer = nn.Linear(8, 8)
+    x = torch.nested.nested_tensor(
+        [torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged, requires_grad=True
+    )
+
+    def weight_gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+        layer.zero_grad()
+        x.grad = None  # torch cannot add to it
+        run(x).values().sum().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    def function(x: Tensor) -> Tensor:
+        return torch.sin(layer(x))
+
+    expected = weight_gradient(function)
+    for _ in range(12):
+        assert torch.equal(weight_gradient(lambda x: checkpoint(function, x)), expected)

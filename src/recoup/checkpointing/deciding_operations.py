@@ -42,6 +42,7 @@ _SELECTING = frozenset(
     {_aten.topk, _aten.sort, _aten.max, _aten.min, _aten.median, _aten.nanmedian, _aten.mode, _aten.kthvalue}
 )
 """They return values and their indices along one dimension."""
+_READING = frozenset({_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.allclose, _aten.item})
 _SHAPED_ALIKE = frozenset(
     {_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_zeros}
     | {_aten.new_ones, _aten.new_full, _aten.new_empty_strided}
@@ -57,7 +58,7 @@ def decides(func: Any, given: Iterable[Tensor], result: Any) -> bool:
     if isinstance(result, Tensor):
         may_decide = not has_values(result) and _may_decide(func)
     else:
-        may_decide = type(result) in (bool, int, float)
+        may_decide = type(result) in (bool, int, float) and _reads_values(func)
     return may_decide and any(map(has_values, given))
 
 
@@ -82,6 +83,12 @@ def values_at(indices: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[st
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor's numbers may differ in the last bit."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+@cache
+def _reads_values(func: Any) -> bool:
+    """Whether an operation that returns a number looks at values; torch's others tell sizes, strides and layouts."""
+    return func.namespace not in ("aten", "prim") or func.overloadpacket in _READING
 
 
 @cache
