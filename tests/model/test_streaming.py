@@ -4,10 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import recoup
 from recoup.devices.meter import CpuMeter
+from recoup.errors import SampleError
 from recoup.measuring import MemoryTracker
 from recoup.measuring.stream.timing import time_code, time_inside
 from recoup.model.step import TrainingStep
@@ -185,3 +188,19 @@ def test_runs_in_turn() -> None:
     timed = clock.time_in_turn([partial(run, "a", 1.0), partial(run, "b", 2.0)], repeats=2, warm_up=1)
     assert order == "ababab"
     assert timed == [[(1.0, 0.0)], [(2.0, 0.0)]]
+
+
+def test_units_that_are_given_nested_tensors_are_refused() -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+            for block in self.blocks:
+                x = block(x)
+            return x.values().square().mean()
+
+    with pytest.raises(SampleError, match=r"Unit 'blocks.0' is given a nested tensor.*Pad the sequences"):
+        recoup.fit(Ragged(), torch.randn(5, 4), budget="1MiB")

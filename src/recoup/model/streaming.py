@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recoup.errors import UnitError
+from recoup.errors import SampleError, UnitError
 from recoup.model.accumulation import UNREDUCED, Accumulates
 from recoup.model.cut_graph import anchored
 from recoup.model.replace_forward import intercepted
 from recoup.model.slices import sliced, unit_names
 from recoup.model.step import TrainingStep
 from recoup.model.tracing import is_in_torch_checkpoint, recomputes_itself
-from recoup.tensors import graph_nodes, needing_gradient
+from recoup.tensors import graph_nodes, needing_gradient, tensors_in
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["LeakError", "UnitCall", "Visitor", "explaining", "stream"]
@@ -193,6 +193,12 @@ class _Stream:
         return forward
 
     def _visit(self, label: str, unit: nn.Module, fn: Any, args: Any, kwargs: Any) -> Any:
+        if any(tensor.is_nested for tensor in tensors_in((args, kwargs))):
+            raise SampleError(
+                f"Unit {label!r} is given a nested tensor, and recoup measures units with plain tensors only. Pad the"
+                " sequences, pass values and offsets as tensors of their own, or checkpoint such modules by hand:"
+                " recoup.checkpoint takes nested tensors."
+            )
         call = UnitCall(self.num_calls, label, unit, fn, args, kwargs)
         self.num_calls += 1
         self.step.shards.gather(unit)
