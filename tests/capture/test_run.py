@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -236,6 +237,10 @@ class Turning(Unit):
         return torch.tanh(turned(self.a(x)).reshape(-1))
 
 
+def turned_off() -> Any:
+    return torch._dynamo.config.patch(disable=True)
+
+
 class TestWhatCannotBeCaptured:
     def test_a_graph_break(self) -> None:
         class Breaking(Unit):
@@ -256,6 +261,20 @@ class TestWhatCannotBeCaptured:
         module = Choosing()
         with pytest.raises(CaptureError, match=r"[Dd]ata-dependent"):
             captured(module, module.given())
+
+    @pytest.mark.parametrize("is_off", [partial(torch.compiler.set_stance, "force_eager"), turned_off])
+    def test_a_compiler_that_is_off(self, is_off: Any) -> None:
+        """Torch would run the unit's own code in silence, and keep all that its backward reads."""
+        module = FeedForward()
+        given = module.given()
+        cut = Cut("captured", captured(module, given).digest, ())
+        expected = step(module, module.forward, given)
+        with is_off():
+            with pytest.raises(CaptureError, match="compiler is off here"):
+                captured(FeedForward(), given)
+            with pytest.warns(RecoupWarning, match="class FeedForward runs eagerly.*compiler is off here"):
+                ours = step(module, at(module, cut), given)
+        assert_equal(ours, expected, cut)
 
     def test_nothing_to_train(self) -> None:
         module = FeedForward().requires_grad_(False)

@@ -46,6 +46,10 @@ _functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
 _graphs: dict[tuple[str, str], UnitGraph] = {}
 """By engine and digest."""
 
+_COMPILER_IS_OFF = (
+    "torch's compiler is off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance or torch.compiler.disable)"
+)
+
 
 class _Running(threading.local):
     """Whether this thread runs a captured unit, and so may capture it."""
@@ -62,6 +66,9 @@ def is_capturing() -> bool:
 
 
 def _template(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # The compiler takes this branch out; without it, everything that the backward reads would be kept in silence.
+    if not torch.compiler.is_dynamo_compiling():
+        raise CaptureError(_COMPILER_IS_OFF)
     return forward(module, *args, **kwargs)
 
 
@@ -77,7 +84,7 @@ def capture(
     The forward runs, under the engine's own cut.
 
     Raises:
-        CaptureError: the compiler cannot capture the forward in one graph, or the graph does not run.
+        CaptureError: the compiler cannot capture the forward in one graph or is off, or the graph does not run.
     """
     found: list[UnitGraph] = []
     cut = Cut(engine, "", settings=settings)
