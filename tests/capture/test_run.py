@@ -262,6 +262,32 @@ class TestWhatCannotBeCaptured:
         with pytest.raises(CaptureError, match=r"[Dd]ata-dependent"):
             captured(module, module.given())
 
+    def test_numbers_that_every_call_changes(self) -> None:
+        class Counting(Unit):
+            num_calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.num_calls += 1
+                return torch.tanh(self.a(x))
+
+        module = Counting()
+        with pytest.raises(CaptureError, match=r"compiled anew in every call.*count in a buffer"):
+            captured(module, module.given())
+
+    def test_what_the_first_call_leaves_behind_is_no_obstacle(self) -> None:
+        class Remembering(Unit):
+            scale: float | None = None
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.scale is None:
+                    self.scale = x.shape[-1] ** 0.5
+                return torch.tanh(self.a(x) / self.scale)
+
+        module = Remembering()
+        given = module.given()
+        cut = Cut("captured", captured(module, given).digest, ())
+        assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
     @pytest.mark.parametrize("is_off", [partial(torch.compiler.set_stance, "force_eager"), turned_off])
     def test_a_compiler_that_is_off(self, is_off: Any) -> None:
         """Torch would run the unit's own code in silence, and keep all that its backward reads."""
@@ -272,7 +298,7 @@ class TestWhatCannotBeCaptured:
         with is_off():
             with pytest.raises(CaptureError, match="compiler is off here"):
                 captured(FeedForward(), given)
-            with pytest.warns(RecoupWarning, match="class FeedForward runs eagerly.*compiler is off here"):
+            with pytest.warns(RecoupWarning, match=r"class FeedForward runs eagerly.*compiler is off here"):
                 ours = step(module, at(module, cut), given)
         assert_equal(ours, expected, cut)
 

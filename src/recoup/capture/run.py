@@ -46,8 +46,14 @@ _functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
 _graphs: dict[tuple[str, str], UnitGraph] = {}
 """By engine and digest."""
 
+_MOST_COMPILATIONS = 3
+"""A second one is for what the first call left behind, such as a table that is filled once or a number that varies."""
 _COMPILER_IS_OFF = (
     "torch's compiler is off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance or torch.compiler.disable)"
+)
+_COMPILED_IN_EVERY_CALL = (
+    "it would be compiled anew in every call, because its code changes what it depends on: where it counts in an"
+    " attribute, count in a buffer instead"
 )
 
 
@@ -81,17 +87,21 @@ def capture(
 ) -> UnitGraph:
     """The joint graph of a unit's forward and backward for some arguments.
 
-    The forward runs, under the engine's own cut.
+    The forward runs, under the engine's own cut, until a call needs no compilation.
 
     Raises:
-        CaptureError: the compiler cannot capture the forward in one graph or is off, or the graph does not run.
+        CaptureError: the compiler cannot capture the forward in one graph, would do so anew in every call, or is off;
+            or the graph does not run.
     """
     found: list[UnitGraph] = []
+    num_compilations = 0
     cut = Cut(engine, "", settings=settings)
 
     def see(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+        nonlocal num_compilations
+        num_compilations += 1
         own = partial(partition, cut, joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
-        if found:  # compiled again, for another shape
+        if found:  # compiled again, for another shape or number
             return own()
         if (node := sized_by_values(joint.graph)) is not None:
             raise CaptureError(f"the size of a result depends on values ({node.name})")
@@ -107,9 +117,14 @@ def capture(
     with refusing(), graphs_uncached(), warnings.catch_warnings():
         # Where a backward cannot be captured, autograd prints a traceback beside the compiler's error.
         warnings.filterwarnings("ignore", message="Error detected in .*")
-        _call(run, function, module, args, kwargs)
+        for num_calls in range(_MOST_COMPILATIONS):
+            if num_compilations < num_calls:
+                break
+            _call(run, function, module, args, kwargs)
     if not found:
         raise CaptureError("nothing in it needs a gradient")
+    if num_compilations == _MOST_COMPILATIONS:
+        raise CaptureError(_COMPILED_IN_EVERY_CALL)
     graph = _graphs[engine, found[0].digest] = found[0]
     _functions.setdefault((function, replace(cut, graph=graph.digest)), run)
     return graph
