@@ -253,6 +253,19 @@ class TestWhatCannotBeCaptured:
         with pytest.raises(CaptureError, match="graph_break"):
             captured(module, module.given())
 
+    def test_the_line_of_the_user_is_named(self) -> None:
+        def shown(x: Tensor) -> Tensor:
+            print(x)
+            return x
+
+        class Showing(Unit):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(nn.Sequential(self.a)(shown(x)))
+
+        module, line = Showing(), shown.__code__.co_firstlineno + 1
+        with pytest.raises(CaptureError, match=rf"cannot capture it \(.*, test_run\.py:{line}\)"):
+            captured(module, module.given())
+
     def test_control_flow_that_depends_on_values(self) -> None:
         class Choosing(Unit):
             def forward(self, x: Tensor) -> Tensor:

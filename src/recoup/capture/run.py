@@ -9,6 +9,7 @@ NOTE [ One function for each cut ]
 from __future__ import annotations
 
 import json
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -37,6 +39,7 @@ from recoup.torch_private import (
     let_run_again,
     many_compilations,
     too_many_compilations,
+    traced_frames,
 )
 
 __all__ = ["capture", "graph_of", "is_capturing", "refusing", "run_cut"]
@@ -46,6 +49,9 @@ _functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
 _graphs: dict[tuple[str, str], UnitGraph] = {}
 """By engine and digest."""
 
+_NOT_THE_USERS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 _MOST_COMPILATIONS = 3
 """A second one is for what the first call left behind, such as a table that is filled once or a number that varies."""
 _COMPILER_IS_OFF = (
@@ -256,6 +262,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error."""
+    """The first line of an error, and the line of the user's code at which the compiler gave up."""
     text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    own = [frame for frame in traced_frames(error) if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f"{reason}, {Path(own[-1].filename).name}:{own[-1].lineno}" if own else reason
