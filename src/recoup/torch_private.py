@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from traceback import FrameSummary
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -492,6 +493,11 @@ def compiler_errors() -> tuple[type[Exception], ...]:
         GuardOnDataDependentSymNode,
         PendingUnbackedSymbolNotFound,
     )
+
+
+def traced_frames(error: BaseException) -> list[FrameSummary]:
+    """The lines of code that the compiler was tracing when it raised an error, the innermost last; most errors know."""
+    return list(getattr(error, "real_stack", None) or ())
 
 
 def too_many_compilations() -> type[Exception]:

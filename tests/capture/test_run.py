@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -236,6 +237,10 @@ class Turning(Unit):
         return torch.tanh(turned(self.a(x)).reshape(-1))
 
 
+def turned_off() -> Any:
+    return torch._dynamo.config.patch(disable=True)
+
+
 class TestWhatCannotBeCaptured:
     def test_a_graph_break(self) -> None:
         class Breaking(Unit):
@@ -248,6 +253,19 @@ class TestWhatCannotBeCaptured:
         with pytest.raises(CaptureError, match="graph_break"):
             captured(module, module.given())
 
+    def test_the_line_of_the_user_is_named(self) -> None:
+        def shown(x: Tensor) -> Tensor:
+            print(x)
+            return x
+
+        class Showing(Unit):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(nn.Sequential(self.a)(shown(x)))
+
+        module, line = Showing(), shown.__code__.co_firstlineno + 1
+        with pytest.raises(CaptureError, match=rf"cannot capture it \(.*, test_run\.py:{line}\)"):
+            captured(module, module.given())
+
     def test_control_flow_that_depends_on_values(self) -> None:
         class Choosing(Unit):
             def forward(self, x: Tensor) -> Tensor:
@@ -256,6 +274,46 @@ class TestWhatCannotBeCaptured:
         module = Choosing()
         with pytest.raises(CaptureError, match=r"[Dd]ata-dependent"):
             captured(module, module.given())
+
+    def test_numbers_that_every_call_changes(self) -> None:
+        class Counting(Unit):
+            num_calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.num_calls += 1
+                return torch.tanh(self.a(x))
+
+        module = Counting()
+        with pytest.raises(CaptureError, match=r"compiled anew in every call.*count in a buffer"):
+            captured(module, module.given())
+
+    def test_what_the_first_call_leaves_behind_is_no_obstacle(self) -> None:
+        class Remembering(Unit):
+            scale: float | None = None
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.scale is None:
+                    self.scale = x.shape[-1] ** 0.5
+                return torch.tanh(self.a(x) / self.scale)
+
+        module = Remembering()
+        given = module.given()
+        cut = Cut("captured", captured(module, given).digest, ())
+        assert_equal(step(module, at(module, cut), given), step(module, module.forward, given), cut)
+
+    @pytest.mark.parametrize("is_off", [partial(torch.compiler.set_stance, "force_eager"), turned_off])
+    def test_a_compiler_that_is_off(self, is_off: Any) -> None:
+        """Torch would run the unit's own code in silence, and keep all that its backward reads."""
+        module = FeedForward()
+        given = module.given()
+        cut = Cut("captured", captured(module, given).digest, ())
+        expected = step(module, module.forward, given)
+        with is_off():
+            with pytest.raises(CaptureError, match="compiler is off here"):
+                captured(FeedForward(), given)
+            with pytest.warns(RecoupWarning, match=r"class FeedForward runs eagerly.*compiler is off here"):
+                ours = step(module, at(module, cut), given)
+        assert_equal(ours, expected, cut)
 
     def test_nothing_to_train(self) -> None:
         module = FeedForward().requires_grad_(False)

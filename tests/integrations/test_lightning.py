@@ -27,7 +27,7 @@ def run(
     *callbacks: lightning.Callback, module: Any = None, path: Any = None, **options: Any
 ) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    module = module or Classifier()
+    module = Classifier() if module is None else module
     data = TensorDataset(torch.randn(768, 16), torch.randint(10, (768,)))
     options = {"max_epochs": 1, "enable_checkpointing": False, "logger": False} | options
     trainer = lightning.Trainer(
@@ -114,6 +114,11 @@ def test_manual_optimization_is_refused() -> None:
     module.automatic_optimization = False
     with pytest.raises(FitError, match=r"optimizes manually. Call recoup.fit with step="):
         run(RecoupCallback(BUDGET), module=module)
+
+
+def test_a_module_that_is_compiled_as_a_whole_is_refused() -> None:
+    with pytest.raises(FitError, match=r"compiled training_step, .* as in self\.network\.compile\(\)"):
+        run(RecoupCallback(BUDGET), module=torch.compile(Classifier()))
 
 
 def batches_of_two_sizes() -> list[Any]:

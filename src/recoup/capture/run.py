@@ -9,6 +9,7 @@ NOTE [ One function for each cut ]
 from __future__ import annotations
 
 import json
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -37,6 +39,7 @@ from recoup.torch_private import (
     let_run_again,
     many_compilations,
     too_many_compilations,
+    traced_frames,
 )
 
 __all__ = ["capture", "graph_of", "is_capturing", "refusing", "run_cut"]
@@ -45,6 +48,19 @@ _numbers = count()
 _functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
 _graphs: dict[tuple[str, str], UnitGraph] = {}
 """By engine and digest."""
+
+_NOT_THE_USERS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+_MOST_COMPILATIONS = 3
+"""A second one is for what the first call left behind, such as a table that is filled once or a number that varies."""
+_COMPILER_IS_OFF = (
+    "torch's compiler is off here (TORCHDYNAMO_DISABLE, torch.compiler.set_stance or torch.compiler.disable)"
+)
+_COMPILED_IN_EVERY_CALL = (
+    "it would be compiled anew in every call, because its code changes what it depends on: where it counts in an"
+    " attribute, count in a buffer instead"
+)
 
 
 class _Running(threading.local):
@@ -62,6 +78,9 @@ def is_capturing() -> bool:
 
 
 def _template(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # The compiler takes this branch out; without it, everything that the backward reads would be kept in silence.
+    if not torch.compiler.is_dynamo_compiling():
+        raise CaptureError(_COMPILER_IS_OFF)
     return forward(module, *args, **kwargs)
 
 
@@ -74,17 +93,21 @@ def capture(
 ) -> UnitGraph:
     """The joint graph of a unit's forward and backward for some arguments.
 
-    The forward runs, under the engine's own cut.
+    The forward runs, under the engine's own cut, until a call needs no compilation.
 
     Raises:
-        CaptureError: the compiler cannot capture the forward in one graph, or the graph does not run.
+        CaptureError: the compiler cannot capture the forward in one graph, would do so anew in every call, or is off;
+            or the graph does not run.
     """
     found: list[UnitGraph] = []
+    num_compilations = 0
     cut = Cut(engine, "", settings=settings)
 
     def see(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **given: Any) -> Any:
+        nonlocal num_compilations
+        num_compilations += 1
         own = partial(partition, cut, joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
-        if found:  # compiled again, for another shape
+        if found:  # compiled again, for another shape or number
             return own()
         if (node := sized_by_values(joint.graph)) is not None:
             raise CaptureError(f"the size of a result depends on values ({node.name})")
@@ -100,9 +123,14 @@ def capture(
     with refusing(), graphs_uncached(), warnings.catch_warnings():
         # Where a backward cannot be captured, autograd prints a traceback beside the compiler's error.
         warnings.filterwarnings("ignore", message="Error detected in .*")
-        _call(run, function, module, args, kwargs)
+        for num_calls in range(_MOST_COMPILATIONS):
+            if num_compilations < num_calls:
+                break
+            _call(run, function, module, args, kwargs)
     if not found:
         raise CaptureError("nothing in it needs a gradient")
+    if num_compilations == _MOST_COMPILATIONS:
+        raise CaptureError(_COMPILED_IN_EVERY_CALL)
     graph = _graphs[engine, found[0].digest] = found[0]
     _functions.setdefault((function, replace(cut, graph=graph.digest)), run)
     return graph
@@ -234,6 +262,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error."""
+    """The first line of an error, and the line of the user's code at which the compiler gave up."""
     text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    own = [frame for frame in traced_frames(error) if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f"{reason}, {Path(own[-1].filename).name}:{own[-1].lineno}" if own else reason

@@ -14,6 +14,7 @@ from recoup.engines.by_size import Picker
 from recoup.engines.stand_ins import Engine, KeptRoot, Root, UnitForward, UnseenForward
 from recoup.engines.watching import Watch
 from recoup.errors import ApplyError
+from recoup.given import check_given
 from recoup.model.caches import CachelessForward, cached_models
 from recoup.model.calls import class_of_module
 from recoup.model.checks import check_model
@@ -274,6 +275,7 @@ def _unseen(model: nn.Module, modules: dict[nn.Module, list[int]], plan: ModelPl
 
 def remove(model: nn.Module) -> nn.Module:
     """Removes the plan from a model, which is then as before; does nothing to a model without one."""
+    check_given(model, nn.Module, "remove takes a model, such as .model of what recoup.fit returns")
     uninstall_plan(model)
     recompile(model)
     return model

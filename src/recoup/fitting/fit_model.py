@@ -22,6 +22,7 @@ from recoup.errors import (
 from recoup.fitting.by_size import check_sizes
 from recoup.fitting.fitted import Fitted
 from recoup.fitting.one_fit import Fitting
+from recoup.given import check_given
 from recoup.model.accumulation import Accumulates
 from recoup.model.checks import check_model
 from recoup.model.compile_settings import settings_to_take_over
@@ -203,6 +204,11 @@ def verify(
         OverBudgetError: the peak passes the plan's budget.
         VerificationError: a gradient differs from the plain step's.
     """
+    check_given(
+        plan,
+        (ModelPlan, PlansBySize),
+        "verify takes a plan, what recoup.plan returns or .applied of what recoup.fit returns",
+    )
     ranks = find_ranks(together)
     with ranks.together():
         chosen = plan.plan if isinstance(plan, PlansBySize) else plan

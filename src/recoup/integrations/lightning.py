@@ -126,6 +126,12 @@ class RecoupCallback(FittingCallback, Callback):
                 "RecoupCallback runs Lightning's own step, and this module optimizes manually. Call recoup.fit with"
                 " step= in its on_train_start instead, and leave the callback out."
             )
+        if getattr(pl_module, "_compiler_ctx", None) is not None:
+            raise FitError(
+                "torch.compile was called with the whole module: Lightning runs a compiled training_step, inside of"
+                " which nothing can be planned. Compile the networks in the module instead, as in"
+                " self.network.compile(), and give the trainer the module itself."
+            )
         step = _step_of(trainer, pl_module, must_call_itself=len(batches) > 1)
         with showing(trainer.progress_bar_callback is not None), _without_logging(pl_module):
             fitted = self.fit_batches(

@@ -61,6 +61,7 @@ from recoup.progress import note
 __all__ = ["Measured", "Measurement", "begin_measurement", "measure", "measure_step"]
 
 _T = TypeVar("_T")
+_ENGINES = ("eager", "captured", "compiled")
 
 
 def measure(
@@ -109,8 +110,8 @@ def measure(
             captures, without or with generated code. What cannot be captured is measured as it runs eagerly.
 
     Raises:
-        SampleError: the model does not take the sample, or has nothing to train; or, with ``hardware``, it needs the
-            values of its data.
+        SampleError: the model does not take the sample, or has nothing to train; there is no such engine to measure;
+            or, with ``hardware``, it needs the values of its data.
         HardwareError: there is no such hardware.
         LossError: the loss is no scalar.
         UnitError: there are no such units.
@@ -127,6 +128,11 @@ def measure(
     ('H200 (estimated)', 16, True)
     """
     check_model(model)
+    if engine not in _ENGINES:
+        raise SampleError(
+            f"engine={engine!r} cannot be measured; it is 'eager', 'captured' or 'compiled'. 'auto' and 'best' choose"
+            " among these, for recoup.fit."
+        )
     if engine != "eager" and hardware is not None:
         raise SampleError(f"engine={engine!r} is measured, not estimated: leave hardware= out.")
     cluster, unsafe = read_ranks(ranks), unsafe or {}

@@ -27,6 +27,7 @@ from recoup.devices.meter import device_of, gc_disabled
 from recoup.devices.tracker import MemoryTracker
 from recoup.errors import BudgetError, FitError
 from recoup.fitting import Fitted
+from recoup.given import check_given
 from recoup.model.optimizer_state import state_bytes_of
 from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.piloting.by_size import several_plans
@@ -81,7 +82,8 @@ def autopilot(
         logger: what events and the summary are logged to; unless given, ``recoup.autopilot``.
 
     Raises:
-        FitError: the model is wrapped in a way in which a rank that fails alone cannot be waited for.
+        FitError: the model is wrapped in a way in which a rank that fails alone cannot be waited for; or it was given
+            instead of what `recoup.fit` returned.
 
     >>> import recoup, torch
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
@@ -120,6 +122,7 @@ class Autopilot:
         together: Any,
         logger: Logger = LOGGER,
     ) -> None:
+        check_given(fitted, Fitted, "autopilot takes what recoup.fit returns")
         self._logger = logger
         self.events: list[Event] = []
         self.num_steps = 0

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from recoup import planning
 from recoup.budgets import read_share
+from recoup.given import check_given
 from recoup.model.recipe import Recipe
 from recoup.planning.plan import Session
 from recoup.plans.profile import Profile
@@ -34,6 +35,8 @@ _NUM_IN_FLIGHT = 24
 
 _WARM = 6
 """For how many budgets a `Replanner` plans when it is made."""
+
+_TAKES_A_PROFILE = "takes a profile, what recoup.measure returns or .profile of what recoup.fit returns"
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,7 @@ def plan(profile: Profile, budget: int | str) -> ModelPlan:
     Raises:
         BudgetError: nothing fits; it names the smallest budget, as predicted, and the unit that sets it.
     """
+    check_given(profile, Profile, f"plan {_TAKES_A_PROFILE}")
     return plan_with_less(profile, read_share(budget, profile.device_bytes))[0]
 
 
@@ -295,6 +299,7 @@ def minimum_budget(profile: Profile) -> int:
 
     It is a prediction: a real step may take a little more or less. A refusal by `fit` names a budget that it verified.
     """
+    check_given(profile, Profile, f"minimum_budget {_TAKES_A_PROFILE}")
     return smallest_budget(tightest(profile))
 
 
@@ -313,6 +318,7 @@ def frontier(
         num_points: at most this many plans.
         budgets: where to look, instead of spread over the useful range.
     """
+    check_given(profile, Profile, f"frontier {_TAKES_A_PROFILE}")
     given = None if budgets is None else [read_share(budget, profile.device_bytes) for budget in budgets]
     session = session_of(profile.problem)
     found = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from recoup.capture.explain import OperationFate, fates_of
 from recoup.capture.run import graph_of
 from recoup.errors import UnitError
+from recoup.given import check_given
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.tree import leaves_of
 from recoup.report.subject import Subject
@@ -53,6 +54,7 @@ def explain(fitted: Subject, unit: str) -> Explanation:
     Raises:
         UnitError: the plan has no such unit.
     """
+    check_given(fitted, Subject, "explain takes what recoup.fit returns")
     plan = fitted.plan
     units = plan.profile.units
     for leaf in leaves_of(plan.items):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from recoup.auditing.findings import Audit
 from recoup.engines.verify import Verification, VerifiedSize
@@ -13,6 +13,7 @@ from recoup.plans.model_plan import ModelPlan
 __all__ = ["Subject"]
 
 
+@runtime_checkable
 class Subject(Protocol):
     """A fitted model."""
 
