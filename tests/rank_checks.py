@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,8 +31,9 @@ from on_ranks import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -548,31 +550,191 @@ class _Decoder(nn.Module):
         return out
 
 
+_KEPT = {"reshard_after_forward": False}
+_WAYS: dict[str, tuple[bool, list[tuple[list[str], dict[str, bool]]]]] = {
+    "as transformers": (False, [(["embed"], {}), (["norm", "head"], _KEPT)]),
+    "tied": (True, [(["norm", "embed", "head"], _KEPT)]),
+    "gathered twice": (False, [(["norm", "head"], {})]),
+    "one by one": (False, [(["embed"], {}), (["norm"], {}), (["head"], {})]),
+    "the root": (False, []),
+}
+
+
+def _shard_decoder(way: str, **settings: Any) -> _Decoder:
+    is_tied, groups = _WAYS[way]
+    model, mesh = _Decoder(is_tied=is_tied), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **settings)
+    for names, others in groups:
+        fully_shard([model.get_submodule(name) for name in names], mesh=mesh, **settings | others)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def _assert_exact(rank: int, make: Callable[[], nn.Module], *, size: int, accumulates: Any = False) -> None:
+    """The predicted peak of the plain step."""
+    tokens = torch.randint(300, (size, 16), generator=torch.Generator().manual_seed(rank))
+    fitted = recoup.fit(make(), tokens, budget="1GiB", loss=loss_of, accumulates=accumulates, race=False)
+    assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
+    assert fitted.verification.gradients == "bit-equal"
+
+
 def sharded_in_groups(rank: int) -> None:
     """Modules of several units that are gathered as one, or by themselves, or with the root: to the byte."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    kept = {"reshard_after_forward": False}
-    ways: dict[str, tuple[bool, list[tuple[list[str], dict[str, bool]]]]] = {
-        "as transformers": (False, [(["embed"], {}), (["norm", "head"], kept)]),
-        "tied": (True, [(["norm", "embed", "head"], kept)]),
-        "gathered twice": (False, [(["norm", "head"], {})]),
-        "one by one": (False, [(["embed"], {}), (["norm"], {}), (["head"], {})]),
-        "the root": (False, []),
-    }
-    for settings, (way, (is_tied, groups)) in itertools.product(({}, _SETTINGS[3]), ways.items()):
+    for settings, way in itertools.product(({}, _SETTINGS[3]), _WAYS):
         for accumulates, size in ((False, 1), (False, 24), ("unreduced", 1)):
-            model = _Decoder(is_tied=is_tied)
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh, **settings)
-            for names, others in groups:
-                fully_shard([model.get_submodule(name) for name in names], mesh=mesh, **settings, **others)
-            fully_shard(model, mesh=mesh, **settings)
-            tokens = torch.randint(300, (size, 16), generator=torch.Generator().manual_seed(rank))
+            make = partial(_shard_decoder, way, **settings)
+            _assert_exact(rank, make, size=size, accumulates=accumulates)
+
+
+def sharded_with_a_root_that_is_freed(rank: int) -> None:
+    """After its forward, as all others: it is not there while the loss is computed."""
+    for way, size in itertools.product(("gathered twice", "the root"), (1, 24)):
+        _assert_exact(rank, partial(_shard_decoder, way, **_SETTINGS[2]), size=size)
+
+
+def _second_dimension(parameter: nn.Parameter) -> Shard:
+    return Shard(min(1, parameter.ndim - 1))
+
+
+def sharded_along_the_second_dimension(rank: int) -> None:
+    """Gathered parameters, and gradients before they are reduced, are copied once more: to the byte."""
+    along: dict[str, Any] = {"shard_placement_fn": _second_dimension}
+    for settings in ({}, _KEPT, _SETTINGS[3]):
+        batch, model = batch_of(rank, size=2), _shard(make_model(), **along, **settings)
+        fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, race=False)
+        assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
+        assert fitted.verification.gradients == "bit-equal"
+    for way, accumulates in (("gathered twice", "unreduced"), ("one by one", True), ("the root", False)):
+        _assert_exact(rank, partial(_shard_decoder, way, **along), size=1, accumulates=accumulates)
+    _assert_exact(rank, partial(_shard_decoder, "gathered twice", **along, **_SETTINGS[2]), size=1)
+    batch, model = batch_of(rank), _shard(make_model(), **along)
+    budget = find_ranks().largest(between(recoup.measure(model, batch, loss=loss_of), 0.4))
+    fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, race=False)
+    assert not fitted.plan.keeps_everything
+    assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+    expected, num_gathers = _train_counting(_shard(make_model(), **along), batch)
+    found, number = _train_counting(model, batch)
+    assert_same(found, expected)
+    assert number == num_gathers
+
+
+def sharded_with_more_buffers(rank: int) -> None:
+    """In which gradients are reduced: as many of them are held as the user says, to the byte."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
+        return  # until torch 2.12
+
+    def make(number: int, **settings: Any) -> nn.Module:
+        model = _shard_decoder("one by one", **settings)
+        model.set_reduce_scatter_max_input_buffers(number)
+        return model
+
+    for number, accumulates in ((2, False), (99, False), (2, "unreduced")):
+        _assert_exact(rank, partial(make, number), size=1, accumulates=accumulates)
+    _assert_exact(rank, partial(make, 3, **_SETTINGS[3]), size=1)
+
+
+def _shard_lasting(model: Net, **settings: Any) -> Net:
+    _shard(model, **settings).set_reshard_after_backward(False)
+    return model
+
+
+def _train_micro_batches(model: Net, batch: Tensor) -> dict[str, Tensor]:
+    """Of which the last alone frees parameters after its backward, as in a pipeline."""
+    for is_last in (False, False, True):
+        model.set_reshard_after_backward(is_last)
+        model.set_is_last_backward(is_last)
+        loss_of(model(batch)).backward()
+    found = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    return found
+
+
+def sharded_with_lasting_parameters(rank: int) -> None:
+    """They stay gathered after a backward, and the next micro-batch begins with them: to the byte."""
+    for settings in ({}, _KEPT, _SETTINGS[3]):
+        for size, accumulates in ((2, False), (64, False), (2, True), (2, "unreduced")):
+            batch, model = batch_of(rank, size), _shard_lasting(make_model(), **settings)
             fitted = recoup.fit(
-                model, tokens, budget="1GiB", loss=loss_of, accumulates=accumulates, race=False
+                model, batch, budget="1GiB", loss=loss_of, accumulates=accumulates, race=False
             )
-            assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes, (way, settings, size)
+            assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
             assert fitted.verification.gradients == "bit-equal"
+            # Nothing of the fit's own steps stays gathered.
+            assert all(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+            if accumulates is True:
+                model.set_is_last_backward(True)
+                peak_bytes = find_ranks().largest(_accumulated_peak(model, batch, is_reducing=True))
+                assert peak_bytes == pytest.approx(fitted.plan.predicted_bytes, rel=0.01)
+
+    def make(way: str) -> nn.Module:
+        model = _shard_decoder(way)
+        model.set_reshard_after_backward(False)
+        return model
+
+    for way in ("tied", "gathered twice", "the root"):
+        _assert_exact(rank, partial(make, way), size=1)
+    # After a micro-batch that has left them gathered, and before one.
+    batch, models = batch_of(rank, size=2), [_shard_lasting(make_model()) for _ in range(2)]
+    loss_of(models[0](batch)).backward()
+    after, before = (recoup.measure(model, batch, loss=loss_of, accumulates=True) for model in models)
+    assert after.residents == before.residents
+    assert after.plain_bytes == before.plain_bytes
+    fitted = [
+        recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates=True, race=False)
+        for model in models
+    ]
+    assert fitted[0].plan.predicted_bytes == fitted[1].plan.predicted_bytes
+    # Some of them.
+    batch, model = batch_of(rank, size=2), _gather_two_ahead(_shard(make_model()))
+    for block in model.blocks[::2]:
+        block.set_reshard_after_backward(False)
+    fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, race=False)
+    assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
+    batch, model = batch_of(rank), _shard_lasting(make_model())
+    profile = recoup.measure(model, batch, loss=loss_of, accumulates=True)
+    budget = find_ranks().largest(between(profile, 0.4))
+    fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, accumulates=True)
+    assert not fitted.plan.keeps_everything
+    assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+    expected = _train_micro_batches(_shard(make_model()), batch)
+    assert_same(_train_micro_batches(model, batch), expected)
+    # A step that says so by itself, for its micro-batches before the last.
+    model = _shard(make_model())
+    small = batch_of(rank, size=2)
+    shown = recoup.measure(model, step=lambda: _train_micro_batches(model, small))
+    freed = recoup.measure(_shard(make_model()), small, loss=loss_of, accumulates=True)
+    assert shown.plain_bytes > 1.2 * freed.plain_bytes
+
+
+def sharded_to_larger_shards(rank: int) -> None:
+    """Between forward and backward, with an integer for ``reshard_after_forward``: to the byte."""
+    settings: dict[str, Any] = {"reshard_after_forward": 2}
+    for more in ({}, _SETTINGS[3]):
+        for size, prepare in ((2, _gather_two_ahead), (64, lambda model: model)):
+            batch, model = batch_of(rank, size), prepare(_shard(make_model(), **settings, **more))
+            fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, race=False)
+            assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
+            assert fitted.verification.gradients == "bit-equal"
+    for way, accumulates in (("gathered twice", True), ("one by one", "unreduced"), ("the root", False)):
+        make = partial(_shard_decoder, way, **settings, **_SETTINGS[3])
+        _assert_exact(rank, make, size=1, accumulates=accumulates)
+    batch, model = batch_of(rank), _shard(make_model(), **settings)
+    budget = find_ranks().largest(between(recoup.measure(model, batch, loss=loss_of), 0.4))
+    fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, race=False)
+    assert not fitted.plan.keeps_everything
+    assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+    expected, num_gathers = _train_counting(_shard(make_model(), **settings), batch)
+    found, number = _train_counting(model, batch)
+    assert_same(found, expected)
+    assert number == num_gathers
+    # Of a run that ended in between, nothing stays.
+    model = _shard(make_model(), **settings)
+    shards = Shards(model)
+    model(batch)
+    shards.put_back()
+    kept = [one._sharded_post_forward_param_data for group in shards._groups for one in group.fsdp_params]
+    assert kept == [None] * len(kept)
+    assert_same(_train(model, batch), expected)
 
 
 def sharded_inside_units(rank: int) -> None:
@@ -635,6 +797,14 @@ def sharded_over_replicas(rank: int) -> None:
             model = _shard(make_model(), mesh, mp_policy=policy)
             fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates=accumulates)
             assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+    # Shares that wait to be summed up over replicas could not be put back.
+    model = _shard(make_model(), mesh)
+    for sums, said in ((False, "does not sum gradients over replicas"), (True, "wait to be reduced")):
+        model.set_requires_all_reduce(sums)
+        with pytest.raises(SampleError, match=said):
+            recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates=True)
+        model.set_requires_all_reduce(False)
+        loss_of(model(batch)).backward()
 
 
 def a_sharded_step_of_the_users(rank: int) -> None:

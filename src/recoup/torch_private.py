@@ -374,6 +374,13 @@ def forget_gradients(groups: Sequence[Any], states: Sequence[Any]) -> None:
                 one._unsharded_param.grad = None
 
 
+def forget_larger_shards(group: Any) -> None:
+    """Drops the shards of FSDP2 that wait for a backward, where an integer for ``reshard_after_forward`` made them."""
+    group._reshard_after_forward_event = None
+    for one in group.fsdp_params:
+        one._sharded_post_forward_param = one._sharded_post_forward_param_data = None
+
+
 def add_unreduced_gradient(one: Any) -> None:
     """Gives a parameter of FSDP2 a gradient in full that waits to be reduced, as a backward before it leaves one."""
     parameter = one._unsharded_param
@@ -384,11 +391,12 @@ def add_unreduced_gradient(one: Any) -> None:
 
 
 def unreduced_gradients(groups: Sequence[Any]) -> list[Tensor]:
-    """Gradients of earlier micro-batches that wait in gathered parameters of FSDP2, to be reduced later."""
+    """Gradients of earlier micro-batches that FSDP2 holds, to be reduced later."""
     found = [one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
     gradients = [
         gradient for one in found for gradient in (one._unsharded_param.grad, one.unsharded_accumulated_grad)
     ]
+    gradients += [group._partial_reduce_output for group in groups]  # summed up over replicas later
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -579,6 +587,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_register_post_backward_hook": "off while units run one at a time",
         "_record_post_forward": "the same",
         "_reshard_after_forward": "whether parameters stay between forward and backward",
+        "_use_post_forward_mesh": "whether larger shards stay between forward and backward",
         "_all_gather_comm": "replaced while units run one at a time: no rank waits for another one",
         "_all_gather_result": "dropped after a run that did not end",
         "_all_gather_process_group": "how many ranks share the parameters",

@@ -19,12 +19,17 @@ from rank_checks import (
     fails_in_a_real_step,
     layers_skipped_at_random,
     sharded_after_planning,
+    sharded_along_the_second_dimension,
     sharded_and_accumulating,
     sharded_before_planning,
     sharded_in_groups,
     sharded_in_segments,
     sharded_inside_units,
     sharded_over_replicas,
+    sharded_to_larger_shards,
+    sharded_with_a_root_that_is_freed,
+    sharded_with_lasting_parameters,
+    sharded_with_more_buffers,
     sharded_with_small_batches,
     tensor_parallel,
     unequal_ranks,
@@ -72,6 +77,16 @@ def test_two_ranks_with_sharded_parameters() -> None:
     )
 
 
+def test_two_ranks_with_other_settings_of_fsdp2() -> None:
+    on_ranks(
+        2,
+        sharded_with_a_root_that_is_freed,
+        sharded_along_the_second_dimension,
+        sharded_with_more_buffers,
+        sharded_with_lasting_parameters,
+    )
+
+
 def test_together_that_is_none() -> None:
     """Neither all ranks nor this one alone: nobody can tell which is meant."""
     model, x = nn.Linear(2, 2), torch.ones(2, 2)
@@ -98,4 +113,4 @@ def test_nobody_looks_for_failures_after_the_last_step() -> None:
 
 
 def test_four_ranks() -> None:
-    on_ranks(4, exchanges, wrapped_after_fitting, sharded_over_replicas)
+    on_ranks(4, exchanges, wrapped_after_fitting, sharded_over_replicas, sharded_to_larger_shards)

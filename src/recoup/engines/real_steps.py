@@ -148,18 +148,21 @@ class RealSteps:
                 # A step of the user's may replace some of them.
                 self.meter.count(all_state_storages(self.step.optimizers))
                 live_bytes = self.meter.begin()
-                # Tracked, since a step of the user's may free these gradients and make others.
-                self._prepare()
-                lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
                 # Comparing takes memory too, on some devices: near the peak it has to be there.
                 with _comparing(left_out):
-                    before_bytes = self._peak_before_last()
+                    before_bytes = self._peak_before_last(live_bytes)
+                    # Tracked, since a step of the user's may free these gradients and make others.
+                    self._prepare()
+                    lived_bytes = residents.total_bytes + self.meter.live_bytes() - live_bytes
                     recorded = record(self.meter, self._run_in_flight)
             # Before what was written to is put back, gradients among it.
             prints = {name: fingerprint(tensor) for name, tensor in self._results().items()}
         self._knows_writes = True
-        peak_bytes = max(recorded.peak_bytes, before_bytes)
-        peak_bytes = max(peak_bytes + lived_bytes, residents.optimizer_peak_bytes)
+        peak_bytes = max(
+            recorded.peak_bytes + lived_bytes,
+            before_bytes + residents.total_bytes,
+            residents.optimizer_peak_bytes,
+        )
         points = tuple((time_s, num_bytes + lived_bytes) for time_s, num_bytes in recorded.points)
         is_cacheless = any(one.has_switched for one in _caches_off(self.step.model))
         return Recorded(peak_bytes, points, prints, is_cacheless)
@@ -201,6 +204,8 @@ class RealSteps:
 
     def _results(self) -> Results:
         found: Results = {}
+        if self._lasts:
+            self.step.shards.put_back()  # else the model has the gathered parameters, without the gradients
         for name, parameter in self.step.model.named_parameters():
             if parameter.grad is not None:
                 found[name] = local_part(parameter.grad)
@@ -236,23 +241,37 @@ class RealSteps:
         called = self.step.optimizers if self.step.changes_parameters else ()
         return self.step.ranks.largest(state_bytes_of(*called))
 
-    def _prepare(self) -> None:
+    @property
+    def _lasts(self) -> bool:
+        """Whether a micro-batch begins with parameters that the one before has left gathered."""
+        return self.step.step is None and self.step.shards.lasts
+
+    def _prepare(self, *, is_first: bool = False) -> None:
         has_gradients = self.profile.accumulates or self.step.leaves_gradients
         shards = self.step.shards
+        if self._lasts:
+            shards.put_back()
         unreduced = shards.make_unreduced_gradients() if self.profile.accumulates == UNREDUCED else set()
         for parameter in self.step.model.parameters():
             parameter.grad = None
             if has_gradients and parameter.requires_grad and parameter not in unreduced:
                 parameter.grad = torch.zeros_like(parameter)
+        if self._lasts and not is_first:
+            shards.gather_lasting()
 
-    def _peak_before_last(self) -> int:
-        """Of a micro-batch that does not reduce its gradients, where the last one alone does; else 0."""
-        if self.profile.accumulates != UNREDUCED:
+    def _peak_before_last(self, live_bytes: int) -> int:
+        """Of the first micro-batch, beyond what lived before it, where it is another one than the last; else 0.
+
+        It does not reduce its gradients, where the last one alone does, and gathers parameters that last.
+        """
+        is_unreduced = self.profile.accumulates == UNREDUCED
+        if not is_unreduced and not self._lasts:
             return 0
-        with self.step.shards.not_reducing():
+        self._prepare(is_first=True)
+        lived_bytes = self.meter.live_bytes() - live_bytes
+        with self.step.shards.not_reducing() if is_unreduced else nullcontext():
             recorded = record(self.meter, self._run_in_flight)
-        self._prepare()
-        return recorded.peak_bytes
+        return lived_bytes + recorded.peak_bytes
 
     def _run_in_flight(self) -> None:
         """A step while other forwards wait for their backwards."""

@@ -26,6 +26,7 @@ from recoup.errors import SampleError
 from recoup.torch_private import (
     add_unreduced_gradient,
     forget_gradients,
+    forget_larger_shards,
     shard_groups,
     unreduced_gradients,
     without_modes,
@@ -123,10 +124,21 @@ class ShardGroup:
         becomes_share: whether that buffer becomes the share, where there are no gradients yet.
         copied_bytes: of shards that are copied to be gathered: to the device, or to another dtype.
         offloads: whether parameters, and the share of the gradients, live in host memory.
-        last_bytes: of the last gradient, which torch holds on to while the share is made.
+        last_bytes: of the last gradient, and the last that was reordered: torch holds on to them while the share is
+            made.
         waiting_bytes: of gradients in full that wait to be reduced, where micro-batches before the last do not.
         adds_in_place: whether a backward adds to these by itself: they have the dtype in which it computes.
         stays: whether they stay gathered between forward and backward.
+        lasts: whether they stay gathered after the backward (``set_reshard_after_backward(False)``).
+        resharded_bytes: of the larger shards that stay between forward and backward, where an integer for
+            ``reshard_after_forward`` says so; else 0.
+        resharding_bytes: while these are made, the most beside the gathered parameters.
+        resharded_copy_bytes: of copies of these that a backward makes to gather them.
+        reordered_bytes: of gathered parameters that are copied once more, since another dimension than the first is
+            sharded.
+        reordered_gradient_bytes: of the last of their gradients, which is there beside its copy while the buffer is
+            filled in which they are reduced.
+        num_buffers: how many such buffers are held at most (``set_reduce_scatter_max_input_buffers``).
         ahead_in_forward: numbers of the groups that are gathered ahead when the forward of this one begins.
         ahead_in_backward: the same for its backward; ``None`` for the group that was gathered before it.
     """
@@ -147,6 +159,13 @@ class ShardGroup:
     last_bytes: int = 0
     waiting_bytes: int = 0
     adds_in_place: bool = True
+    lasts: bool = False
+    resharded_bytes: int = 0
+    resharding_bytes: int = 0
+    resharded_copy_bytes: int = 0
+    reordered_bytes: int = 0
+    reordered_gradient_bytes: int = 0
+    num_buffers: int = 1
     ahead_in_forward: tuple[int, ...] = ()
     ahead_in_backward: tuple[int, ...] | None = None
 
@@ -155,11 +174,20 @@ class ShardGroup:
         """Of the rank's share of the gradients on the device."""
         return 0 if self.offloads else self.shard_bytes
 
+    @property
+    def copied_again_bytes(self) -> int:
+        """Of shards that are copied to be gathered for the backward."""
+        return self.resharded_copy_bytes if self.resharded_bytes else self.copied_bytes
+
     def made_bytes(self, *, is_unreduced: bool) -> int:
         """What is there when the share has been made, beside the buffer that it is reduced in."""
+        return self.sharing_bytes + self.waiting(self.last_bytes, is_unreduced=is_unreduced)
+
+    def waiting(self, num_bytes: int, *, is_unreduced: bool) -> int:
+        """Bytes of some gradients when they are reduced: those that waited may have another dtype."""
         if is_unreduced and self.gradient_bytes:
-            return self.sharing_bytes + self.last_bytes * self.waiting_bytes // self.gradient_bytes
-        return self.sharing_bytes + self.last_bytes
+            return num_bytes * self.waiting_bytes // self.gradient_bytes
+        return num_bytes
 
     def left_bytes(self, *, accumulates: bool) -> int:
         """What its backward leaves on the device; less of it where a share was there before."""
@@ -191,6 +219,7 @@ class Shards:
                     state._lazy_init()
         self._states = list(self._modules)
         self._groups = [group for state in self._states for group in shard_groups(state)]
+        self._lasting: set[int] = set()
         self.put_back()
         with self.alone():
             for group in self._groups:
@@ -280,6 +309,7 @@ class Shards:
             group._post_forward_indices.clear()
             group._training_state = type(group._training_state).IDLE
             group._to_sharded()
+            forget_larger_shards(group)
 
     def abandon(self) -> None:
         """Frees what a step that did not end has gathered and computed, gradients that were not reduced included."""
@@ -292,12 +322,19 @@ class Shards:
         """Steps of a fit are put back, but for gradients that wait to be reduced.
 
         Raises:
-            SampleError: gradients are not reduced, or those of earlier micro-batches wait for that.
+            SampleError: gradients are not reduced, over all ranks or over replicas, or those of earlier micro-batches
+                wait for that.
         """
         if not self.reduces:
             raise SampleError(
                 "The model does not reduce gradients (set_requires_gradient_sync(False)): switch that on while it is"
                 ' fitted, and say accumulates="unreduced", which leaves room for gradients in full.'
+            )
+        replicated = [group for group in self._groups if _has_replicas(group)]
+        if not all(group.all_reduce_grads for group in replicated):
+            raise SampleError(
+                "The model does not sum gradients over replicas (set_requires_all_reduce(False)): switch that on while"
+                " it is fitted, and say accumulates=True, which leaves room for shares that wait for it."
             )
         if self.unreduced_gradients():
             raise SampleError(
@@ -309,6 +346,22 @@ class Shards:
     def reduces(self) -> bool:
         """Whether a backward reduces gradients."""
         return all(group.reduce_grads for group in self._groups)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a backward leaves parameters gathered (``set_reshard_after_backward(False)``)."""
+        return any(not group.reshard_after_backward for group in self._groups)
+
+    def gather_lasting(self) -> None:
+        """Gathers what a backward before has left gathered."""
+        for group in self._groups:
+            if not group.reshard_after_backward:
+                group.unshard()
+                group.wait_for_unshard()
+
+    def see_backward(self) -> None:
+        """To be called where a backward is about to run: a step of the user's may change settings before and after."""
+        self._lasting.update(id(group) for group in self._groups if not group.reshard_after_backward)
 
     @contextmanager
     def not_reducing(self) -> Iterator[None]:
@@ -356,7 +409,11 @@ class Shards:
 
         # A root may have no parameters of its own, and gather others ahead.
         without = [state for state in self._states if not shard_groups(state)]
-        found = [(state, _group(group)) for state in self._states for group in shard_groups(state)]
+        found = [
+            (state, replace(_group(group), lasts=id(group) in self._lasting))
+            for state in self._states
+            for group in shard_groups(state)
+        ]
         found += [(state, ShardGroup((self._modules[state],))) for state in without]
         return [
             replace(
@@ -377,13 +434,16 @@ def _group(group: Any) -> ShardGroup:
     num_ranks = group._all_gather_process_group.size()
     # On a mesh of hosts there is nothing to offload to.
     offloads = group.device.type != "cpu" and any(one.offload_to_cpu for one in group.fsdp_params)
-    has_replicas = group.mesh_info.replicate_mesh_dim is not None
+    has_replicas = _has_replicas(group)
     gathered = gradients = reduced = shards = sharing = all_reduced = waiting = last = 0
+    reordered = reordered_gradient = most_reordered = 0
     copies, becomes_share, adds_in_place = [], not offloads, True
     for one in group.fsdp_params:
         shard_size = one.padded_sharded_param_size.numel()
         computed = one.param_dtype or one.orig_dtype
         gathered += num_ranks * shard_size * computed.itemsize
+        is_reordered = num_ranks > 1 and one.fsdp_placement.dim > 0
+        reordered += is_reordered * num_ranks * shard_size * computed.itemsize
         if offloads:
             copies.append(shard_size * one.orig_dtype.itemsize)
         elif one.param_dtype is not None:
@@ -402,8 +462,12 @@ def _group(group: Any) -> ShardGroup:
             waiting += one._orig_size.numel() * reduce_dtype.itemsize
             adds_in_place &= reduce_dtype == computed
             last = one._orig_size.numel() * computed.itemsize if num_ranks > 1 else 0
+            if is_reordered:
+                reordered_gradient, last = last, 0
+                most_reordered = max(most_reordered, reordered_gradient)
     # One rank alone copies one parameter after the other.
     copied = sum(copies) if num_ranks > 1 else max(copies, default=0)
+    resharded, resharding, resharded_copies = _resharded(group, num_ranks)
     return ShardGroup(
         tuple(group.modules),
         tuple(one.sharded_param for one in group.fsdp_params),
@@ -418,10 +482,37 @@ def _group(group: Any) -> ShardGroup:
         copied,
         becomes_share,
         offloads,
-        last,
+        last + reordered_gradient,
         waiting,
         adds_in_place,
+        reordered_bytes=reordered,
+        reordered_gradient_bytes=max(reordered_gradient, most_reordered - reduced),
+        num_buffers=getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", 1),  # since torch 2.13
+        resharded_bytes=resharded,
+        resharding_bytes=resharding,
+        resharded_copy_bytes=resharded_copies,
     )
+
+
+def _has_replicas(group: Any) -> bool:
+    return group.mesh_info.replicate_mesh_dim is not None
+
+
+def _resharded(group: Any, num_ranks: int) -> tuple[int, int, int]:
+    """Bytes of the larger shards of an integer for ``reshard_after_forward``; while they are made; of their copies."""
+    if not group._use_post_forward_mesh:
+        return 0, 0, 0
+    num_sharing = group.post_forward_mesh_info.shard_mesh_size
+    made = freed = most = copied = 0
+    for one in group.fsdp_params:
+        itemsize = (one.param_dtype or one.orig_dtype).itemsize
+        whole_bytes = num_ranks * one.padded_sharded_param_size.numel() * itemsize
+        # One parameter after the other: its shard is made, then what was gathered is freed.
+        made += whole_bytes // num_sharing
+        most = max(most, made - freed)
+        freed += whole_bytes
+        copied += (one.param_dtype is not None and not one.offload_to_cpu) * whole_bytes // num_sharing
+    return made, most, copied
 
 
 class _Alone:

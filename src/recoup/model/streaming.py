@@ -234,6 +234,7 @@ class _Stream:
             self.has_ended = True
             # FSDP2: the step turns reductions on for its last micro-batch.
             self.accumulates = self._has_gradients() if self.step.shards.reduces else UNREDUCED
+            self.step.shards.see_backward()
             self.has_stale &= not self.accumulates
             self.visitor.end(loss, output)
             return False

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recoup.errors import SampleError
+from recoup.model.sharded import is_sharding
 from recoup.tensors import needing_gradient
 from recoup.torch_private import awaits_static_graph
 
@@ -52,7 +53,10 @@ def buckets_of(model: nn.Module, *, expected: bool) -> Buckets:
     if inner is not model:
         are_gradients = bool(model.gradient_as_bucket_view)
         return Buckets(num_bytes, is_allocated=True, are_gradients=are_gradients)
-    is_divided = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    # FSDP2 may have left parameters gathered.
+    is_divided = any(map(is_sharding, model.modules())) or any(
+        type(parameter).__name__ == "DTensor" for parameter in model.parameters()
+    )
     return Buckets(num_bytes) if expected and not is_divided else NO_BUCKETS
 
 

@@ -57,9 +57,9 @@ class StepState:
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor] = ()) -> None:
         self._model = model
+        self._shards = Shards(model)  # the model has its shards from here on, not what they are gathered into
         self._parameters = list(dict.fromkeys([*gradient_owners(model), *parameters]))
         self._gradients = HeldGradients(self._parameters)
-        self._shards = Shards(model)
         self._small, self._large = Copies(on_host=False), Copies(on_host=True)
         self._still: dict[_Key, weakref.ref[Tensor]] = {}
         self._watched: list[tuple[_Place, Tensor, int]] = []
