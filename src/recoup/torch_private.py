@@ -194,10 +194,19 @@ def default_partition(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, 
 def backend_of_operations(partition: Callable[..., Any]) -> Callable[..., Any]:
     """A backend of `torch.compile` that runs operations as captured, cut by ``partition``."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch.fx.graph import _BoxedCodeGen
 
     def as_captured(module: torch.fx.GraphModule, _: Any) -> Any:
-        return make_boxed_func(module.forward)
+        # It takes its arguments out of a list, and frees each after its last use, as eager code frees what it saved.
+        module.graph.set_codegen(_BoxedCodeGen())
+        module.recompile()
+        forward = module.forward
+
+        def run(arguments: list[Any]) -> Any:
+            return forward(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     return aot_autograd(fw_compiler=as_captured, bw_compiler=as_captured, partition_fn=partition)
 

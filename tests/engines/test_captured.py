@@ -22,6 +22,7 @@ from recoup.engines import ModelPlan
 from recoup.engines.real_steps import RealSteps
 from recoup.model.step import TrainingStep
 from recoup.plans.profile import Profile
+from recoup.sizes import format_bytes
 
 pytestmark = [
     # The compiler looks at the gradients of what it is given.
@@ -389,3 +390,20 @@ def test_captured_code_is_tried_with_gradients_of_its_inputs() -> None:
     # Captured code gets gradients of images as contiguous tensors: sums of them, for biases, are in another order.
     assert fitted.verification is not None
     assert all(one.name.endswith("bias") for one in fitted.verification.drifting)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "mixture of experts"])
+def test_the_plain_step_is_measured_as_it_is_predicted(name: str) -> None:
+    """Not the eager step, which may take more or less: that is named beside it."""
+    torch.manual_seed(0)
+    model, sample = MODELS[name]()
+    eager = recoup.measure(model, sample).plain_bytes
+    fitted = recoup.fit(
+        model, sample, budget=recoup.minimum_budget(recoup.measure(model, sample)), engine="captured"
+    )
+    seen = fitted.verification
+    assert seen.plain_peak_bytes == fitted.profile.plain_bytes < eager
+    assert seen.gradients == "bit-equal"
+    text = " ".join(str(fitted).split())
+    assert "The plain step is that of the same graphs of operations, with everything kept." in text
+    assert f"those under the plan are compared, peaks at {format_bytes(eager)}." in text

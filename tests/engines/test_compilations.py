@@ -12,6 +12,7 @@ from torch import nn
 
 import recoup
 from recoup.capture import run
+from recoup.capture.seconds import OperationSeconds
 from recoup.measuring.choosing import Choice, worth_compiling
 from recoup.measuring.costs_by_kind import CostsByKind
 from recoup.measuring.measure import Measurement, begin_measurement, measure_step
@@ -56,11 +57,22 @@ def measured_with(model: Model, choose: Callable[[Measured], Choice] | None) -> 
     return {option.recipe for option in options if is_further_cut(option.recipe)}
 
 
-def test_a_measurement_without_a_budget_has_every_cut(compiled: list[Any]) -> None:
+def test_a_measurement_without_a_budget_has_every_cut(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OperationSeconds, "_time", lambda self, node: 1.0)
     profile = recoup.measure(*MODELS["Llama"](), engine="captured")
     assert profile.is_captured
     assert compiled[0] is None
-    assert len(compiled) == 4
+    assert len(compiled) == 4  # with equal seconds, cuts by seconds are those by the number of operations
+
+
+def test_cuts_by_seconds_are_compiled_beside_the_others(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OperationSeconds, "_time", lambda self, node: float(1 + len(node.name)))
+    recoup.measure(*MODELS["Llama"](), engine="captured")
+    assert 4 < len(compiled) == len(set(compiled)) <= 7
 
 
 def test_a_fit_whose_plan_keeps_everything_compiles_no_other_cut(compiled: list[Any]) -> None:

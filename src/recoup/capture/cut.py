@@ -19,6 +19,7 @@ class Cut:
         number: among the cuts of the graph; the engine's own is 0.
         settings: of the compiler, where they are not its defaults, as JSON.
         draws: whether the graph draws random numbers, which its digest says already.
+        by_seconds: whether measured seconds have chosen it: another measurement may have another one in its place.
 
     >>> Cut("captured", "a1b2", ("addmm", "gelu"), number=1).name
     'captured, cut 1: keeps 2 results'
@@ -30,6 +31,7 @@ class Cut:
     number: int = 0
     settings: str = ""
     draws: bool = field(default=False, compare=False)
+    by_seconds: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:

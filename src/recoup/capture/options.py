@@ -1,4 +1,12 @@
-"""Which cuts of a captured unit are worth measuring: corners of the frontier of its operations."""
+"""Which cuts of a captured unit are worth measuring: corners of the frontier of its operations.
+
+NOTE [ Two frontiers ]
+    1. Corners of the frontier of bytes against measured seconds make fast plans. They vary from measurement to
+       measurement, since seconds do.
+    2. Corners of the frontier of bytes against the number of operations that run again depend on the graph alone.
+    3. The smallest budget that a refusal names has to hold in another process. It is therefore found without the
+       corners of 1 (`recoup.plans.tightest`), and those of 2 are all measured where nothing else fits.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,7 @@ from recoup.capture.cut import Cut
 from recoup.capture.graph import UnitGraph
 from recoup.planning.graphs.hold import HoldPoint, hold_frontier
 
-__all__ = ["cuts_of", "recompute_s"]
+__all__ = ["cuts_of", "recompute_s", "with_steady_cuts"]
 
 _MOST_CUTS = 4
 _FUSED_SHARE = 0.1
@@ -31,12 +39,28 @@ def cuts_of(
         graph.seconds[node.name] = seconds_of(node)
         return _price(graph, node, engine)
 
-    frontier = hold_frontier(graph.to_planner(price))
     own = Cut(engine, graph.digest, settings=settings, draws=graph.draws)
+    held = enumerate(_corners(graph, price), start=1)
+    return [own, *(replace(own, saves=saves, number=number, by_seconds=True) for number, saves in held)]
+
+
+def with_steady_cuts(graph: UnitGraph, cuts: Sequence[Cut]) -> list[Cut]:
+    """Cuts by seconds, the engine's own first, and those that depend on the graph alone: NOTE [ Two frontiers ]."""
+    own, *fast = cuts
+    steady = _corners(graph, lambda _: 1.0)
+    found = dict.fromkeys([*steady, *(cut.saves or () for cut in fast)])
+    held = enumerate(sorted(found, key=graph.num_bytes, reverse=True), start=1)
+    return [
+        own,
+        *(replace(own, saves=saves, number=number, by_seconds=saves not in steady) for number, saves in held),
+    ]
+
+
+def _corners(graph: UnitGraph, price: Callable[[Node], float]) -> list[tuple[str, ...]]:
+    """What some corners of the frontier keep, from the most bytes to the fewest."""
+    frontier = hold_frontier(graph.to_planner(price))
     # The first corner recomputes nothing that takes time, as the engine's own cut does.
-    corners = _spread(frontier.points, _MOST_CUTS)[1:]
-    held = [graph.names(frontier.held(index)) for index in corners]
-    return [own, *(replace(own, saves=saves, number=number) for number, saves in enumerate(held, start=1))]
+    return [graph.names(frontier.held(index)) for index in _spread(frontier.points, _MOST_CUTS)[1:]]
 
 
 def recompute_s(graph: UnitGraph, cut: Cut) -> float:

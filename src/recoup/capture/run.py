@@ -4,6 +4,10 @@ NOTE [ One function for each cut ]
     torch's compiler keeps what it compiled with the code of the function that it compiled. Units of one kind share one
     function for each cut, and so one compilation; two cuts have functions of their own, with code of their own, or they
     would take turns in recompiling each other.
+
+    So do units whose parts have other classes: the compiler compiles a function anew for each class. Parametrizations
+    (`torch.nn.utils.parametrize`) make a class for every module that they are registered on. Their units are each
+    compiled by themselves; with one function for all, the compiler would warn of too many compilations.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -45,7 +50,9 @@ from recoup.torch_private import (
 __all__ = ["capture", "graph_of", "is_capturing", "refusing", "run_cut"]
 
 _numbers = count()
-_functions: dict[tuple[Any, Cut], Callable[..., Any]] = {}
+_functions: dict[tuple[Any, Any, Cut], Callable[..., Any]] = {}
+"""By a unit's forward, the classes of its parts, and the cut."""
+_classes: WeakKeyDictionary[nn.Module, tuple[type, ...]] = WeakKeyDictionary()
 _graphs: dict[tuple[str, str], UnitGraph] = {}
 """By engine and digest."""
 
@@ -132,7 +139,7 @@ def capture(
     if num_compilations == _MOST_COMPILATIONS:
         raise CaptureError(_COMPILED_IN_EVERY_CALL)
     graph = _graphs[engine, found[0].digest] = found[0]
-    _functions.setdefault((function, replace(cut, graph=graph.digest)), run)
+    _functions.setdefault((function, _classes_in(module), replace(cut, graph=graph.digest)), run)
     return graph
 
 
@@ -165,9 +172,10 @@ def run_cut(
     if is_compiler_off():
         return eager(*args, **kwargs)
     function, module = _unbound(forward)
-    known = _functions.get((function, cut))
+    key = (function, _classes_in(module), cut)
+    known = _functions.get(key)
     if known is None:
-        known = _functions[function, cut] = _compiled(cut, partial(partition, cut))
+        known = _functions[key] = _compiled(cut, partial(partition, cut))
     try:
         with refusing():
             output = _call(known, function, module, args, kwargs)
@@ -248,6 +256,16 @@ def _unbound(forward: Any) -> tuple[Callable[..., Any], Any]:
     """A method's function and its module; units of one class share the function."""
     function = getattr(forward, "__func__", None)
     return (function, forward.__self__) if function is not None else (_call_alone, forward)
+
+
+def _classes_in(module: Any) -> tuple[type, ...]:
+    """The classes of a module's parts; looked up once, since every call asks."""
+    if not isinstance(module, nn.Module):
+        return ()
+    found = _classes.get(module)
+    if found is None:
+        found = _classes[module] = tuple(map(type, module.modules()))
+    return found
 
 
 def _call_alone(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -132,10 +132,10 @@ def planned_model(model: nn.Module, profile: Profile) -> nn.Module:
 
 @contextmanager
 def kept(model: nn.Module, profile: Profile) -> Iterator[None]:
-    """Runs a model with everything kept for the time of a ``with`` block, on the kernels that a plan would use."""
+    """Runs a model with everything kept for the time of a ``with`` block; captured units stay captured."""
     modules = units_by_module(model, profile)
     recipes: dict[int, tuple[Recipe, ...]] = {
-        index: (unit.recipes[0].kept,) for index, unit in enumerate(profile.units)
+        index: (unit.recipes[0].uncut,) for index, unit in enumerate(profile.units)
     }
     items = [Leaf(unit, 0) for unit in recipes]
     engine = Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))

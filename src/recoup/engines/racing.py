@@ -112,11 +112,14 @@ class Race:
         laps: by candidate, the plan first, then its rivals.
         winner: the fastest that holds the budget; the first, unless a rival is faster by more than noise.
         plain: the plain step, timed in the same rounds; ``None`` where that did not fit, or nothing was timed.
+        reference: the step whose gradients those under a plan have to equal: the plain one, and with units that run
+            their operations as captured the eager one.
     """
 
     laps: tuple[tuple[Candidate, Lap], ...]
     winner: ModelPlan
     plain: Lap | None = None
+    reference: Recorded | None = None
 
     @property
     def winning(self) -> Lap:
@@ -180,12 +183,19 @@ def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
         return Race(((candidates[0], Lap(recorded=recorded)),), plan)
 
     @contextmanager
-    def plainly() -> Iterator[None]:
-        with ways[0](), steps.plainly():
+    def keeping() -> Iterator[None]:
+        with ways[0](), steps.keeping():
             yield
 
-    plain = _try_to_record(steps, plainly) if plain_fits else None
-    times = _time(steps, [*ways, plainly] if plain else ways, num_racing=len(ways))
+    @contextmanager
+    def eagerly() -> Iterator[None]:
+        with ways[0](), steps.eagerly():
+            yield
+
+    plain = _try_to_record(steps, keeping) if plain_fits else None
+    is_other = plain is not None and steps.profile.is_captured and not steps.is_generated
+    reference = _try_to_record(steps, eagerly) if is_other else plain
+    times = _time(steps, [*ways, keeping] if plain else ways, num_racing=len(ways))
     laps = [Lap(own) for own in times]
     laps[0] = Lap(times[0], recorded)
     winner = 0
@@ -201,6 +211,7 @@ def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
         tuple(zip(candidates, laps, strict=False)),
         candidates[winner].plan,
         Lap(times[-1], plain) if has_run else None,
+        reference,
     )
 
 

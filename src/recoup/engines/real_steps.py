@@ -88,18 +88,27 @@ class RealSteps:
         return any(recipe.cut is not None and recipe.cut.draws for recipe in recipes)
 
     @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """Steps without the plan, with the caches off that it switches off; generated code stays generated."""
+    def keeping(self) -> Iterator[None]:
+        """Steps without the plan, as the profile has the plain step: captured units run as graphs.
+
+        The caches are off that the plan switches off.
+        """
         model = self.step.model
         cacheless = self._cacheless()
-        with kept(model, self.profile) if self.is_generated else suspended(model), cacheless:
+        with kept(model, self.profile) if self.profile.is_captured else suspended(model), cacheless:
             yield
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """The same without generated code."""
+        """The same without graphs."""
         cacheless = self._cacheless()
         with suspended(self.step.model), cacheless:
+            yield
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Steps whose gradients those under the plan have to equal: eager ones, but generated code stays generated."""
+        with self.keeping() if self.is_generated else self.eagerly():
             yield
 
     def _cacheless(self) -> AbstractContextManager[None]:

@@ -36,8 +36,9 @@ class Verification:
     Attributes:
         peak_bytes: measured peak of the whole step, the optimizer's step included.
         seconds: measured, forward and backward.
-        plain_peak_bytes: of the plain step; ``None`` where that did not fit.
-        plain_seconds: of the plain step; ``None`` where that did not fit.
+        plain_peak_bytes: of the plain step, in which captured units run as graphs that keep everything; ``None`` where
+            that did not fit.
+        plain_seconds: of the same step.
         gradients: how the gradients compare, in words: ``"bit-equal"``, or ``"bit-equal, unit by unit"`` where the
             plain step did not fit; what was not compared, how far those that drift are apart, and that they are
             compared with a step whose key-value cache is off, where the plan switches it off.
@@ -97,7 +98,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
     if peak_bytes > plan.budget_bytes:
         raise _over_budget(peak_bytes, plan)
     note("verifying", 1, 2)
-    drifting, gradients = _compare_gradients(steps, plan, lap.recorded, plain.recorded if plain else None)
+    drifting, gradients = _compare_gradients(steps, plan, lap.recorded, race.reference if plain else None)
     if lap.recorded.is_cacheless:
         gradients += " to a step with use_cache off"
     return Verification(
@@ -107,7 +108,7 @@ def verify_step(step: TrainingStep, plan: ModelPlan, race: Race | None = None) -
         plain.seconds if plain else None,
         gradients,
         drifting,
-        _notes(steps, is_cacheless=lap.recorded.is_cacheless),
+        _notes(steps, race, is_cacheless=lap.recorded.is_cacheless),
         timeline=lap.timeline,
         race=race.finishers,
     )
@@ -186,9 +187,14 @@ def _largest(found: list[Drift]) -> float:
     return max((drift.relative_error for drift in found), default=0.0)
 
 
-def _notes(steps: RealSteps, *, is_cacheless: bool) -> tuple[str, ...]:
-    """What was switched off for the comparison, and what is not in the count."""
+def _notes(steps: RealSteps, race: Race, *, is_cacheless: bool) -> tuple[str, ...]:
+    """Which step was compared with, what was switched off for it, and what is not in the count."""
     found = []
+    if race.plain is not None and race.reference is not None and race.reference is not race.plain.recorded:
+        found.append(
+            f"The eager step, with whose gradients those under the plan are compared, peaks at"
+            f" {format_bytes(race.reference.peak_bytes)}."
+        )
     if is_cacheless:
         found.append(
             "The plain step ran with the key-value cache (use_cache) off, as it is under the plan: a training step"

@@ -40,7 +40,7 @@ from recoup.plans.by_hand import plan_by_hand
 from recoup.plans.by_size.plans import PlansBySize
 from recoup.plans.largest import largest_profile
 from recoup.plans.learning import Pricing, learn, learned_plan, priced
-from recoup.plans.model_plan import tightest
+from recoup.plans.model_plan import find_schedule, tightest
 from recoup.plans.profile import Profile
 from recoup.plans.refusal import refusal
 from recoup.plans.rivals import plan_with_rivals
@@ -250,10 +250,10 @@ class Fitting:
         """What a plan for the budget would use, or the tightest plan."""
         profile = measured.profile(self.holds_output is not False)
         most_bytes = usable_bytes(self._budget_bytes, profile)
-        found = session_of(profile.problem, proves=False).find(most_bytes) or profile.tightest
-        chosen = ModelPlan(profile, found, self._budget_bytes)
+        found = find_schedule(profile, most_bytes, session_of(profile.problem, proves=False))
+        chosen = ModelPlan(profile, found or profile.tightest, self._budget_bytes)
         num_calls = Counter(chosen.recipe(leaf) for leaf in leaves_of(chosen.items))
-        return Choice(chosen.predicted_s, num_calls, found.predicted.peak_bytes <= most_bytes)
+        return Choice(chosen.predicted_s, num_calls, fits=found is not None)
 
     def _profiles_of(self, measured: Measured, holds_output: bool) -> Iterator[Profile]:
         """For all ranks. Where units gather their parameters, first without segments of them, then with."""

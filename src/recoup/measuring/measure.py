@@ -310,22 +310,26 @@ class Measurement:
         )
 
     def _measure_chosen(self, found: CostsByKind, choose: Choose) -> None:
-        """Compiles and measures the cuts that are worth it; all of them where nothing fits with those."""
+        """Compiles and measures the cuts that are worth it.
+
+        Where nothing fits with those, also all that do not depend on seconds, and so decide about the smallest budget.
+        """
 
         def plan(found: CostsByKind) -> Choice:
             return choose(self._put_together(found))
 
         self._measure_later(found, worth_compiling(found, plan))
-        if any(found.later.values()) and not plan(found).fits:
-            self._measure_later(found, None)
+        steady = {recipe for own in found.later.values() for recipe in own if not recipe.by_seconds}
+        if steady and not plan(found).fits:
+            self._measure_later(found, steady)
 
-    def _measure_later(self, found: CostsByKind, chosen: Collection[Recipe] | None) -> None:
-        """Compiles and measures those of the recipes that were left for later, or all of them."""
+    def _measure_later(self, found: CostsByKind, chosen: Collection[Recipe]) -> None:
+        """Compiles and measures some of the recipes that were left for later."""
         new: dict[Kind, list[Recipe]] = {}
         for kind, own in found.later.items():
             # Of a unit that does not fit under its own cut nothing is foreseen.
-            is_taken = chosen is None or found.own_cut(kind) is None
-            if taken := [recipe for recipe in own if is_taken or recipe in (chosen or ())]:
+            is_taken = found.own_cut(kind) is None
+            if taken := [recipe for recipe in own if is_taken or recipe in chosen]:
                 new[kind] = taken
         if not new:
             return

@@ -53,11 +53,21 @@ class Recipe:
         return not self.whole and not self.inner and (self.cut is None or self.cut.saves is None)
 
     @property
+    def by_seconds(self) -> bool:
+        """Whether measured seconds have chosen it: another measurement may not have it."""
+        return self.cut is not None and self.cut.by_seconds
+
+    @property
     def kept(self) -> Recipe:
         """How the unit runs with everything kept and the same kernels: its results are bit-equal to those."""
-        if self.cut is None or self.cut.engine != "compiled":
+        return self.uncut if self.cut is not None and self.cut.engine == "compiled" else KEEP
+
+    @property
+    def uncut(self) -> Recipe:
+        """How the unit runs with everything kept: as a graph under the engine's own cut, if it is captured."""
+        if self.cut is None:
             return KEEP
-        return Recipe(cut=replace(self.cut, saves=None, number=0))
+        return Recipe(cut=replace(self.cut, saves=None, number=0, by_seconds=False))
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ from recoup.planning.checks import check_bytes, check_total
 from recoup.planning.lifetimes import Lifetime, Phase, Use
 from recoup.planning.units import Link, Option, Scratch, Unit
 
-__all__ = ["Link", "Option", "Problem", "Scratch", "Unit", "with_options"]
+__all__ = ["Link", "Option", "Problem", "Scratch", "Unit", "with_numbered_options", "with_options"]
 
 _RESIDENT, _INPUT, _INPUT_GRADIENT = "resident", "input", "gradient of the input"
 
@@ -132,10 +132,17 @@ class Problem:
 
 def with_options(problem: Problem, names: Sequence[Collection[str]]) -> Problem:
     """The problem with some of each unit's options, by name."""
-    kept = [
-        [index for index, option in enumerate(unit.options) if option.name in wanted]
-        for unit, wanted in zip(problem.units, names, strict=True)
-    ]
+    return with_numbered_options(
+        problem,
+        [
+            [index for index, option in enumerate(unit.options) if option.name in wanted]
+            for unit, wanted in zip(problem.units, names, strict=True)
+        ],
+    )
+
+
+def with_numbered_options(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:
+    """The problem with some of each unit's options, by number and in this order."""
     units = [
         replace(unit, options=tuple(unit.options[index] for index in indices))
         for unit, indices in zip(problem.units, kept, strict=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from recoup.planning.actions import Action
+from recoup.planning.actions import Action, Backward, Forward
 
 __all__ = ["Schedule", "trace"]
 
@@ -24,6 +24,15 @@ class Schedule:
 
     def __init__(self, actions: Iterable[Action]) -> None:
         object.__setattr__(self, "actions", tuple(actions))
+
+    def with_options(self, numbers: Sequence[Sequence[int]]) -> Schedule:
+        """The same for a problem whose units have other options: by unit and option, their numbers there."""
+        return Schedule(
+            replace(action, option=numbers[action.unit][action.option])
+            if isinstance(action, (Forward, Backward)) and action.option is not None
+            else action
+            for action in self.actions
+        )
 
     def __len__(self) -> int:
         return len(self.actions)

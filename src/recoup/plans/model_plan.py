@@ -22,6 +22,7 @@ from recoup.sizes import format_bytes
 __all__ = [
     "ModelPlan",
     "Replanner",
+    "find_schedule",
     "frontier",
     "minimum_budget",
     "plan",
@@ -173,6 +174,7 @@ def _on_engine(profile: Profile) -> Iterator[str]:
         ]
         if ran:
             yield f"{len(ran)} of {len(calls)} unit calls run as {what} (engine={engine!r})."
+            yield f"The plain step is that of the same {what}, with everything kept."
     reasons: dict[str, list[str]] = {}
     for unit in calls:
         if unit.uncaptured:
@@ -266,17 +268,23 @@ def plan_with_less(
         return _plan_in_flight(profile, budget_bytes), None
     most_bytes = usable_bytes(budget_bytes, profile)
     session = session_of(profile.problem) if session is None else session
-    found = session.find(most_bytes)
-    # Measured seconds may lead below the smallest budget, or end above it: it is known without them.
-    if found is None or session.is_near_smallest(most_bytes):
-        least = tightest(profile)
-        if least.predicted_bytes > most_bytes:
-            raise refusal(least, budget_bytes)
-        if found is None:
-            return replace(least, budget_bytes=budget_bytes), None
+    found = find_schedule(profile, most_bytes, session)
+    if found is None:
+        raise refusal(tightest(profile), budget_bytes)
     smaller = None if less_bytes is None else session.find(usable_bytes(less_bytes, profile))
     chosen = ModelPlan(profile, found, budget_bytes)
     return chosen, None if smaller is None else ModelPlan(profile, smaller, budget_bytes)
+
+
+def find_schedule(profile: Profile, most_bytes: int, session: Session) -> planning.Plan | None:
+    """The fastest schedule of a session of the profile's problem within these bytes; ``None`` if nothing fits."""
+    found = session.find(most_bytes)
+    # Measured seconds may lead below the smallest budget, or end above it: it is known without them.
+    if found is None or session.is_near_smallest(most_bytes):
+        if tightest(profile).predicted_bytes > most_bytes:
+            return None
+        return found or profile.tightest
+    return found
 
 
 def _plan_in_flight(profile: Profile, budget_bytes: int) -> ModelPlan:

@@ -10,6 +10,7 @@ from recoup.errors import ScheduleError
 from recoup.model.recipe import RECOMPUTE, Recipe
 from recoup.planning import Plan, Problem, Schedule, Unit, simulate
 from recoup.planning.plan import Session
+from recoup.planning.problem import with_numbered_options
 from recoup.planning.solvers.baselines import BY_HAND, REPLAY, one_option_each
 from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
@@ -37,18 +38,24 @@ def session_of(problem: Problem, *, proves: bool = True) -> Session:
 def tightest_plan(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Plan:
     """The plan that needs the least memory, as predicted; the same one whatever the seconds of the day.
 
+    Recipes that measured seconds have chosen are left out, and the others are taken in an order without seconds.
+
     Args:
         problem: a model's step.
         recipes: for every unit, in the order of its options.
     """
-    session = session_of(_with_steady_seconds(problem, recipes), proves=False)
+    kept = [_steady_order(own) for own in recipes]
+    chosen = [tuple(own[index] for index in indices) for own, indices in zip(recipes, kept, strict=True)]
+    steady = _with_steady_seconds(with_numbered_options(problem, kept), chosen)
+    session = session_of(steady, proves=False)
     best = session.plan(session.smallest_bytes)
-    predicted = simulate(problem, best.schedule)
     # Solvers calculate with rounded bytes, and may pass over it. Not every step allows it.
-    by_hand = recomputing(problem, recipes, range(problem.num_units))
+    by_hand = recomputing(steady, chosen, range(problem.num_units))
     with suppress(ScheduleError):
-        if (usual := simulate(problem, by_hand)).peak_bytes < predicted.peak_bytes:
-            best, predicted = replace(best, schedule=by_hand, solver=BY_HAND), usual
+        if simulate(steady, by_hand).peak_bytes < best.predicted.peak_bytes:
+            best = replace(best, schedule=by_hand, solver=BY_HAND)
+    best = replace(best, schedule=best.schedule.with_options(kept))
+    predicted = simulate(problem, best.schedule)
     least_bytes = predicted.peak_bytes
     bound = relaxed_bound(problem, least_bytes)
     return replace(best, problem=problem, budget_bytes=least_bytes, bound=bound, predicted=predicted)
@@ -66,6 +73,17 @@ def way_to_recompute(unit: Unit, recipes: tuple[Recipe, ...]) -> int:
     if RECOMPUTE in recipes:
         return recipes.index(RECOMPUTE)
     return REPLAY if len(recipes) > 1 and not unit.runs_once else 0
+
+
+def _steady_order(recipes: Sequence[Recipe]) -> list[int]:
+    """The numbers of the recipes that do not depend on measured seconds; how the unit is kept comes first."""
+
+    def order(index: int) -> tuple[bool, bool, list[str], tuple[str, ...]]:
+        recipe = recipes[index]
+        saves = recipe.cut.saves if recipe.cut is not None else None
+        return not recipe.is_kept, recipe.whole, sorted(recipe.inner), saves or ()
+
+    return sorted((index for index, recipe in enumerate(recipes) if not recipe.by_seconds), key=order)
 
 
 def _with_steady_seconds(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Problem:

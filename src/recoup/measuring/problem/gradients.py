@@ -22,6 +22,8 @@ class PassedGradients:
         viewed_bytes: of what it reads, what its measured scratch counts though it is a view of a larger value.
         ended_bytes: of what it reads, values that its measured scratch does not count.
         summed_bytes: sums of gradients that it makes and its measured scratch does not count.
+        apart_bytes: of these, sums with a view of a larger value, which are not made in place.
+        within_bytes: the most beside a view that it reads, where code adds to that itself.
     """
 
     passed_bytes: int = 0
@@ -29,6 +31,8 @@ class PassedGradients:
     viewed_bytes: int = 0
     ended_bytes: int = 0
     summed_bytes: int = 0
+    apart_bytes: int = 0
+    within_bytes: int = 0
 
     @property
     def counted_bytes(self) -> int:
@@ -55,7 +59,10 @@ class Gradients:
         for maker, position in enumerate(positions):
             if position.seen is None:
                 for call, num_bytes in position.code.gives_code.items():
-                    self._wait(num_bytes, maker, [self._code_before(call)], in_scratch=False)
+                    reader = self._code_before(call)
+                    self._wait(num_bytes, maker, [reader], in_scratch=False)
+                    within_bytes = position.code.sums_in_code.get(call, 0)
+                    self._passed[reader].within_bytes = max(self._passed[reader].within_bytes, within_bytes)
         for (maker, storage), readers in self._views.items():
             num_bytes = positions[maker].views.storages[storage]
             self._wait(num_bytes, maker, sorted(readers), in_scratch=(maker, storage) in self._whole)
@@ -87,6 +94,7 @@ class Gradients:
                 self._add(maker, giver, size, view)
                 is_measured = self._positions[giver].sums_with_view(storage)
                 self._passed[giver].summed_bytes += 0 if is_measured else full_bytes
+                self._passed[giver].apart_bytes += 0 if is_measured or view is None else full_bytes
                 maker, view, size = giver, None, full_bytes
         if view is None and maker == producer + 1:
             size = full_bytes

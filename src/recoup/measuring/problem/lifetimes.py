@@ -84,6 +84,11 @@ def _options(
         # It frees a gradient that waited as soon as it has added its own, before the rest of it runs.
         freed_bytes = gradients.counted_bytes + gradients.ended_bytes
         backward_bytes = max(position.code.backward_bytes - freed_bytes, gradients.passed_bytes)
+        # A gradient that waited as a view is not added to in place: the sum takes room of its own.
+        backward_bytes = max(backward_bytes, gradients.within_bytes)
+        if gradients.apart_bytes:
+            given_bytes = sum(position.given_gradients.values()) - gradients.waiting_bytes
+            backward_bytes = max(backward_bytes, given_bytes + gradients.apart_bytes - read_bytes)
         yield Option(
             "keep",
             forward_s=position.seconds.forward_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from recoup.model.cut_graph import described, seeded
 
 __all__ = ["Section", "Sections"]
 
+_LIVE = "bytes that live when a node's backward begins"
+
 
 @dataclass
 class Section:
@@ -28,9 +31,13 @@ class Section:
         numbers: of the storages among those ends, for each; None for parameters and the like.
         origins: for each of those ends, the number of the earlier section that it belongs to; None for others.
         parameters: among those ends.
+        saving: the nodes of its graph that save their own results, such as that of a ReLU. Results of others are free
+            as a rule when their nodes run.
         gradients: after its backward has run, bytes of the gradients of those storages, by number.
         views: after its backward has run, the storages that these gradients are views of.
         to_code: after its backward has run, by an earlier section's number, bytes of the gradients of what that made.
+        sums: after its backward has run, by the same number, the most that lives in that one's backward beside such a
+            gradient that is a view: what is added to it is not added in place, and the sum takes room of its own.
     """
 
     heads: Sequence[Tensor]
@@ -38,9 +45,11 @@ class Section:
     numbers: Sequence[int | None]
     origins: Sequence[int | None]
     parameters: Sequence[Tensor]
+    saving: Sequence[Any] = ()
     gradients: dict[int, int] = field(default_factory=dict)
     views: GradientViews = field(default_factory=GradientViews)
     to_code: dict[int, int] = field(default_factory=dict)
+    sums: dict[int, int] = field(default_factory=dict)
 
     def backward_bytes(self, meter: Meter, *, frees: bool) -> int:
         """The most that lives in its backward, with the gradients of what it handed on; nothing earlier runs.
@@ -53,7 +62,14 @@ class Section:
         if seed is None or not self.edges:
             return 0
         before = meter.begin()
+
+        def note_live(node: Any, _: Any) -> None:
+            _marks(node)[_LIVE] = meter.live_bytes() - before
+
+        hooks = [node.register_prehook(partial(note_live, node)) for node in self.saving]
         found = run_grad(seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True)
+        for hook in hooks:
+            hook.remove()
         self._note_gradients(found)
         return meter.peak_bytes() - before
 
@@ -61,9 +77,13 @@ class Section:
         gradients = described(found)
         self.views = GradientViews.of(self.numbers, gradients)
         known: set[int] = set()
-        for number, origin, gradient in zip(self.numbers, self.origins, gradients, strict=True):
+        ends = zip(self.edges, self.numbers, self.origins, gradients, strict=True)
+        for edge, number, origin, gradient in ends:
             if gradient is None:
                 continue
+            live_bytes = _marks(edge.node).get(_LIVE)
+            if origin is not None and live_bytes is not None and gradient.owner_bytes != gradient.num_bytes:
+                self.sums[origin] = max(self.sums.get(origin, 0), live_bytes + gradient.num_bytes)
             if origin is not None and gradient.owner not in known:
                 self.to_code[origin] = self.to_code.get(origin, 0) + gradient.owner_bytes
             known.add(gradient.owner)
@@ -94,12 +114,14 @@ class Sections:
         heads = [tensor for tensor in tensors if tensor.grad_fn is not None and self._is_new(tensor.grad_fn)]
         edges: dict[tuple[Any, int], GradientEdge] = {}
         waiting = [tensor.grad_fn for tensor in heads]
+        saving: list[Any] = []
         while waiting:
             node = waiting.pop()
             assert node is not None
             if self in _marks(node):
                 continue
             _marks(node)[self] = self.number
+            saving += [node] if hasattr(node, "_saved_result") else []
             for below, index in node.next_functions:
                 if below is None:
                     continue
@@ -110,7 +132,7 @@ class Sections:
         numbers = [_marks(node).get((self, index)) for node, index in edges]
         origins = [self._origin(node, index) for node, index in edges]
         parameters = [node.variable for node, _ in edges if hasattr(node, "variable")]
-        return Section(heads, list(edges.values()), numbers, origins, parameters)
+        return Section(heads, list(edges.values()), numbers, origins, parameters, saving)
 
     def _origin(self, node: Any, index: int) -> int | None:
         """The earlier section that a node belongs to; None for outputs of units and for leaves."""

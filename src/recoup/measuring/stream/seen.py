@@ -32,6 +32,8 @@ class Code:
         gives_code: by the calls before which earlier code ran, bytes of the gradients of what only that code knows.
         parameters: bytes of the gradients that its backward gives parameters, by their identity.
         alive: storages that live when its first operation runs.
+        sums_in_code: by the same calls, the most that lives in the backward of that code beside such a gradient that is
+            a view, when the sum with it is made.
     """
 
     saved: Storages
@@ -42,6 +44,7 @@ class Code:
     gives_code: dict[int, int] = field(default_factory=dict)
     parameters: dict[int, int] = field(default_factory=dict)
     alive: Storages = field(default_factory=dict)
+    sums_in_code: dict[int, int] = field(default_factory=dict)
 
     @property
     def has_bytes(self) -> bool:

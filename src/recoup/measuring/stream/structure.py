@@ -201,6 +201,7 @@ class _Looker(Visitor):
             {self._calls_of[origin]: size for origin, size in section.to_code.items()},
             parameters,
             self._alive,
+            {self._calls_of[origin]: size for origin, size in section.sums.items()},
         )
 
     def _note(self, tensors: Sequence[Tensor]) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from torch.fx import Node
 
-from recoup.capture.options import cuts_of
+from recoup.capture.options import cuts_of, with_steady_cuts
 from recoup.capture.run import capture, refusing
 from recoup.errors import CaptureError
 from recoup.measuring.unit.one_unit import forward_and_backward
@@ -39,7 +39,8 @@ def captured_recipes(
     """
     args, kwargs, _ = call.fresh()
     graph = capture(engine, unwrapped(call.fn), args, kwargs, settings)
-    recipes = [Recipe(cut=cut) for cut in cuts_of(graph, engine, seconds_of, settings)]
+    cuts = with_steady_cuts(graph, cuts_of(graph, engine, seconds_of, settings))
+    recipes = [Recipe(cut=cut) for cut in cuts]
     with refusing():
         with_gradient = _with_gradient(call, recipes[0], wanted)
     if new := with_gradient - _with_gradient(call, KEEP, wanted):

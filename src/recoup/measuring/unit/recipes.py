@@ -126,7 +126,9 @@ def useful_recipes(
     options.sort(key=lambda o: (not o.recipe.is_kept, o.seconds.forward_s + o.seconds.backward_s))
     useful: list[RecipeCosts] = []
     for option in options:
-        if not any(_needs_no_more(other.bytes, option.bytes) for other in useful):
+        # What another measurement may not have dominates nothing that every one has.
+        others = [other for other in useful if option.recipe.by_seconds or not other.recipe.by_seconds]
+        if not any(_needs_no_more(other.bytes, option.bytes) for other in others):
             useful.append(option)
     return useful
 
