@@ -26,7 +26,12 @@ class Schedule:
         object.__setattr__(self, "actions", tuple(actions))
 
     def with_options(self, numbers: Sequence[Sequence[int]]) -> Schedule:
-        """The same for a problem whose units have other options: by unit and option, their numbers there."""
+        """The same for a problem whose units have other options: by unit and option, their numbers there.
+
+        >>> from recoup.planning.actions import Keep
+        >>> print(Schedule([Forward(0, keep=Keep.OPTION, option=1), Backward(0, option=1)]).with_options([[0, 2]]))
+        F0:2 B0
+        """
         return Schedule(
             replace(action, option=numbers[action.unit][action.option])
             if isinstance(action, (Forward, Backward)) and action.option is not None
