@@ -16,10 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup import torch_private
+from recoup.torch_private.attributes import ATTRIBUTES
 
 
 def required_names() -> set[str]:
-    """Every name of torch, dotted, that ``torch_private.py`` imports or reads."""
+    """Every name of torch, dotted, that ``torch_private`` imports or reads."""
     found = set()
     for node in ast.walk(ast.parse(Path(torch_private.__file__).read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -85,7 +86,7 @@ def test_this_torch_has_every_private_attribute() -> None:
     found = samples()
     missing = [
         f"{kind}.{name}"
-        for kind, names in torch_private.ATTRIBUTES.items()
+        for kind, names in ATTRIBUTES.items()
         for name in names
         if not hasattr(type(found[kind]), name) and not hasattr(found[kind], name)
     ]

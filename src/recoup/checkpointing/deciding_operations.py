@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup.torch_private import local_scalar
+
 __all__ = ["ALWAYS_KEPT_BYTES", "KEEP", "SHARE", "decides", "has_values", "selects", "values_at"]
 
 ALWAYS_KEPT_BYTES = 1 << 16
@@ -42,7 +44,7 @@ _SELECTING = frozenset(
     {_aten.topk, _aten.sort, _aten.max, _aten.min, _aten.median, _aten.nanmedian, _aten.mode, _aten.kthvalue}
 )
 """They return values and their indices along one dimension."""
-_READING = frozenset({_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.allclose, _aten.item})
+_READING = frozenset({local_scalar.overloadpacket, _aten.equal, _aten.is_nonzero, _aten.allclose, _aten.item})
 _SHAPED_ALIKE = frozenset(
     {_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_zeros}
     | {_aten.new_ones, _aten.new_full, _aten.new_empty_strided}
