@@ -56,6 +56,18 @@ def test_masks_whose_rows_are_whole_bytes_are_kept_as_bits(
     assert_equal(step(module, at(module, least), given), step(module, at(module, own), given), least)
 
 
+@pytest.mark.parametrize("shape", [(2, 16, 1), (3, 0, 1)])
+def test_strides_of_single_elements_are_any(shape: tuple[int, ...]) -> None:
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cos(F.dropout(torch.sin(x).transpose(1, 2), 0.3))
+
+    module, given = Turned(), ((torch.randn(shape, requires_grad=True),), {})
+    graph = captured(module, given)
+    least = Cut("captured", graph.digest, ())
+    assert_equal(step(module, at(module, least), given), step(module, module, given), least)
+
+
 def test_other_sizes() -> None:
     module = Dropping()
     graph = captured(module, ((torch.randn(32, 5, 16, requires_grad=True),), {}))

@@ -640,3 +640,26 @@ def test_sizes_and_layouts_of_nested_tensors_are_no_decisions() -> None:
     expected = weight_gradient(function)
     for _ in range(12):
         assert torch.equal(weight_gradient(lambda x: checkpoint(function, x)), expected)
+
+
+def test_what_kernels_run_inside_is_not_watched() -> None:
+    """``torch.normal`` compares its deviations in its kernel, by an operation that decides elsewhere."""
+    deviations = torch.full((4,), 0.1)
+
+    def inner(x: Tensor) -> Tensor:
+        noise = torch.normal(torch.zeros(4), deviations)
+        return x * (x >= 0) * noise
+
+    def outer(x: Tensor) -> Tensor:
+        return checkpoint(inner, x).exp()
+
+    def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(3)
+        x = torch.randn(4, requires_grad=True)
+        run(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient(lambda x: inner(x).exp())
+    for _ in range(20):
+        assert torch.equal(gradient(lambda x: checkpoint(outer, x)), expected)

@@ -407,3 +407,32 @@ def test_the_plain_step_is_measured_as_it_is_predicted(name: str) -> None:
     text = " ".join(str(fitted).split())
     assert "The plain step is that of the same graphs of operations, with everything kept." in text
     assert f"those under the plan are compared, peaks at {format_bytes(eager)}." in text
+
+
+class FillsCache(nn.Module):
+    """Adds what it computed to a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = FeedForward()
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(x.detach())
+        return self.inner(x) * len(cache)
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FillsCache() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, [])
+        return x.square().mean()
+
+
+def test_units_that_fill_a_list_they_are_given_are_captured() -> None:
+    """Each call that captures finds the list as it was: of another length, it would be compiled anew."""
+    profile = recoup.measure(Caching(), torch.randn(32, 8), engine="captured", units=FillsCache)
+    assert not any(unit.uncaptured for unit in profile.units)

@@ -21,17 +21,18 @@ pytestmark = [
 AS_KEPT = "bit-equal to the compiled step with everything kept, relative error against eager up to "
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "ViT", "U-Net"])
-def test_a_fit_to_a_budget_that_needs_cuts(name: str) -> None:
+@pytest.mark.parametrize(("name", "share"), [("GPT-2", 0.25), ("Llama", 0.25), ("ViT", 0.25), ("U-Net", 0.5)])
+def test_a_fit_to_a_budget_that_everything_kept_passes(name: str, share: float) -> None:
     model, sample = MODELS[name]()
     # Without generated code: measuring that would compile every cut of every kind of unit, which takes minutes.
     profile = recoup.measure(model, sample, engine="captured")
     least_bytes = recoup.minimum_budget(profile)
-    budget_bytes = least_bytes + (profile.plain_bytes - least_bytes) // 4
+    budget_bytes = least_bytes + int(share * (profile.plain_bytes - least_bytes))
     fitted = recoup.fit(model, sample, budget=budget_bytes, engine="compiled", race=False)
     assert fitted.profile.is_captured
     assert not any(unit.uncaptured for unit in fitted.profile.units)
-    assert any("compiled, cut" in cut for cut in cuts_in(fitted.plan))
+    assert cuts_in(fitted.plan)
+    assert not fitted.plan.keeps_everything  # seconds decide what is recomputed by a cut, and what as a whole
     seen = fitted.verification
     assert seen is not None
     assert seen.gradients.startswith(AS_KEPT)

@@ -29,6 +29,7 @@ _PACK = (
     (_aten.bitwise_right_shift.Tensor_Scalar, 56),
     (_aten.to.dtype, torch.uint8),
 )
+_COPY = ((_aten.clone.default, {"memory_format": torch.contiguous_format}),)
 _UNPACK = (
     (_aten.to.dtype, torch.int64),
     (_aten.mul.Tensor, _REPEAT),
@@ -44,7 +45,7 @@ def is_packed(node: Node) -> bool:
         return False
     mask: Tensor = node.meta["val"]
     width = mask.shape[-1] if mask.dim() else 1
-    return isinstance(width, int) and width % PACKING == 0 and mask.is_contiguous()
+    return isinstance(width, int) and width > 0 and width % PACKING == 0 and mask.is_contiguous()
 
 
 def pack(joint: GraphModule, mask: Node) -> tuple[Node, set[Node]]:
@@ -57,19 +58,22 @@ def pack(joint: GraphModule, mask: Node) -> tuple[Node, set[Node]]:
     (True, 6)
     """
     before = set(mask.users)
-    *_, bits = _chain(joint, mask, _PACK)
+    # A dimension of one element may have any stride, with which eight elements are not one number.
+    has_any_stride = any(isinstance(size, int) and size == 1 for size in mask.meta["val"].shape[:-1])
+    *_, bits = _chain(joint, mask, (*_COPY, *_PACK) if has_any_stride else _PACK)
     again = _chain(joint, bits, _UNPACK)
     mask.replace_all_uses_with(again[-1], lambda user: user in before and user.op != "output")
     return bits, set(again)
 
 
 def _chain(joint: GraphModule, node: Node, steps: Iterable[tuple[Any, Any]]) -> list[Node]:
-    """Nodes one after the other, each of an operation and its second argument."""
+    """Nodes one after the other, each of an operation and its second argument, or its keywords."""
     made: list[Node] = []
     for target, second in steps:
+        args, kwargs = ((), second) if isinstance(second, dict) else ((second,), {})
         with joint.graph.inserting_after(node):
-            following = joint.graph.call_function(target, (node, second))
-        following.meta = {**node.meta, "val": target(node.meta["val"], second)}
+            following = joint.graph.call_function(target, (node, *args), kwargs)
+        following.meta = {**node.meta, "val": target(node.meta["val"], *args, **kwargs)}
         made.append(following)
         node = following
     return made

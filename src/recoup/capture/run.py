@@ -97,10 +97,13 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     settings: str = "",
+    *,
+    again: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
 ) -> UnitGraph:
     """The joint graph of a unit's forward and backward for some arguments.
 
-    The forward runs, under the engine's own cut, until a call needs no compilation.
+    The forward runs, under the engine's own cut, until a call needs no compilation. ``again`` gives the arguments of
+    further calls, where a call changes its own: it may fill a cache.
 
     Raises:
         CaptureError: the compiler cannot capture the forward in one graph, would do so anew in every call, or is off;
@@ -133,6 +136,8 @@ def capture(
         for num_calls in range(_MOST_COMPILATIONS):
             if num_compilations < num_calls:
                 break
+            if num_calls and again is not None:
+                args, kwargs = again()
             _call(run, function, module, args, kwargs)
     if not found:
         raise CaptureError("nothing in it needs a gradient")

@@ -40,7 +40,7 @@ class Checkpoint:
             1st, 2nd, 4th, 8th, … call of a module or function), or ``"none"``.
         keep_decisions: integers, booleans and numbers that depend on floating-point values (top-k indices,
             comparisons) are kept, and the replay is given them. Every operation of a module or function takes a few
-            microseconds longer on its first eight calls, the 16th, 32nd, …, and about two where it was found to decide.
+            microseconds longer on its first eight calls, the 16th, 32nd, …; in others only operations that decide do.
 
     >>> import torch
     >>> x = torch.tensor([2.0, 3.0], requires_grad=True)

@@ -58,6 +58,7 @@ from recoup.torch_private import (
     WatchingMode,
     intercept,
     intercepting,
+    is_inside_kernel,
     local_scalar,
     tracing_context,
 )
@@ -310,7 +311,8 @@ def intercept_all(operations: Operations) -> None:
 
 
 def _run_watched(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    if tracing_context() or not _watching(operation):
+    # A dispatch mode is not shown what a kernel of another operation runs: nor is a region here.
+    if is_inside_kernel() or tracing_context() or not _watching(operation):
         return operation(*args, **kwargs)
     with _Watch():  # type: ignore[no-untyped-call]
         return operation(*args, **kwargs)
@@ -318,15 +320,18 @@ def _run_watched(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 def run_in(region: Region, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a function in a region, which is shown the operations that it watches."""
-    before = _here.regions
+    before, was_showing = _here.regions, _here.is_showing
     _here.regions = (*before, region) if region.is_inside else (region,)
+    _here.is_showing = (
+        was_showing and region.is_inside
+    )  # a replay may run in a kernel of an operation that is shown
     try:
         if not region.watched:
             return fn(*args, **kwargs)
         with _Watch() if region.watched is ALL else intercepting():  # type: ignore[no-untyped-call]
             return fn(*args, **kwargs)
     finally:
-        _here.regions = before
+        _here.regions, _here.is_showing = before, was_showing
 
 
 def most_bytes_of(arguments: Any) -> int:

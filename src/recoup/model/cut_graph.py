@@ -22,7 +22,7 @@ from recoup.tensors import (
     tensors_in,
 )
 
-__all__ = ["Gradient", "anchored", "described", "gradients_from", "seeded", "seeded_as"]
+__all__ = ["Gradient", "NestedTensorError", "anchored", "described", "gradients_from", "seeded", "seeded_as"]
 
 
 class Gradient(NamedTuple):
@@ -82,6 +82,10 @@ def described(gradients: Sequence[Tensor | None]) -> list[Gradient | None]:
     return found
 
 
+class NestedTensorError(Exception):
+    """A nested tensor that needs a gradient: a history cannot begin with one."""
+
+
 class _Anchor(torch.autograd.Function):
     """Returns tensors that alias the given ones and have a history that begins here.
 
@@ -111,9 +115,14 @@ def anchored(tree: Any) -> tuple[Any, Tensor]:
     """The same tree with a new history for all tensors that need a gradient; and where that history begins.
 
     Other tensors are detached. Identical tensors stay identical.
+
+    Raises:
+        NestedTensorError: one of them is nested.
     """
     start = torch.empty(0, requires_grad=True)
     needing = needing_gradient(tree)
+    if any(tensor.is_nested for tensor in needing):
+        raise NestedTensorError
     if not needing:
         return map_tensors(Tensor.detach, tree), start
     anchors = _Anchor.apply(start, *(tensor.detach() for tensor in needing))  # type: ignore[no-untyped-call]

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from recoup.errors import SampleError, UnitError
 from recoup.model.accumulation import UNREDUCED, Accumulates
-from recoup.model.cut_graph import anchored
+from recoup.model.cut_graph import NestedTensorError, anchored
 from recoup.model.replace_forward import intercepted
 from recoup.model.slices import sliced, unit_names
 from recoup.model.step import TrainingStep
 from recoup.model.tracing import is_in_torch_checkpoint, recomputes_itself
-from recoup.tensors import graph_nodes, needing_gradient, tensors_in
+from recoup.tensors import graph_nodes, needing_gradient
 from recoup.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks
 
 __all__ = ["LeakError", "UnitCall", "Visitor", "explaining", "stream"]
@@ -188,17 +188,18 @@ class _Stream:
                 if is_in_torch_checkpoint() or recomputes_itself(unit):
                     what = f"Unit {label!r} runs inside a checkpoint of the model's own."
                     raise _checkpointed_already(what, self.step.model)
-                return self._visit(label, unit, fn, args, kwargs)
+                try:
+                    return self._visit(label, unit, fn, args, kwargs)
+                except NestedTensorError as error:
+                    raise SampleError(
+                        f"Unit {label!r} is given or returns a nested tensor, and recoup measures units with plain"
+                        " tensors only. Pad the sequences, pass values and offsets as tensors of their own, or"
+                        " checkpoint such modules by hand: recoup.checkpoint takes nested tensors."
+                    ) from error
 
         return forward
 
     def _visit(self, label: str, unit: nn.Module, fn: Any, args: Any, kwargs: Any) -> Any:
-        if any(tensor.is_nested for tensor in tensors_in((args, kwargs))):
-            raise SampleError(
-                f"Unit {label!r} is given a nested tensor, and recoup measures units with plain tensors only. Pad the"
-                " sequences, pass values and offsets as tensors of their own, or checkpoint such modules by hand:"
-                " recoup.checkpoint takes nested tensors."
-            )
         call = UnitCall(self.num_calls, label, unit, fn, args, kwargs)
         self.num_calls += 1
         self.step.shards.gather(unit)

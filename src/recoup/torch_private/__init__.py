@@ -88,6 +88,10 @@ intercepting: Callable[[], Any] = partial(torch._C._IncludeDispatchKeyGuard, _ke
 _not_intercepting: Callable[[], Any] = partial(
     torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(_key)
 )
+# Kernels run with autograd's keys excluded.
+is_inside_kernel: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradOther
+)
 _intercepted: dict[Any, torch.library.Library] = {}
 _interception = threading.Lock()
 

@@ -38,7 +38,7 @@ def captured_recipes(
         CaptureError: the compiler cannot capture the unit, or not without a change of what gets a gradient.
     """
     args, kwargs, _ = call.fresh()
-    graph = capture(engine, unwrapped(call.fn), args, kwargs, settings)
+    graph = capture(engine, unwrapped(call.fn), args, kwargs, settings, again=lambda: call.fresh()[:2])
     cuts = with_steady_cuts(graph, cuts_of(graph, engine, seconds_of, settings))
     recipes = [Recipe(cut=cut) for cut in cuts]
     with refusing():
