@@ -266,7 +266,7 @@ def row(
     """
     try:
         fitted, fit_s = bench.fit(budget, engine)
-    except recoup.BudgetError as error:
+    except recoup.errors.BudgetError as error:
         what += f"; **no plan fits {budget / GIB:.2f}**"
         budget = error.smallest_bytes
         fitted, fit_s = bench.fit(budget, engine)

@@ -48,6 +48,19 @@ def test_small_units_are_not_recomputed_by_hand() -> None:
     assert recipes == [KEEP, *[RECOMPUTE] * 8, KEEP, KEEP]
 
 
+def test_on_a_gpu_recomputing_every_unit_races_where_it_nearly_fits() -> None:
+    """Real steps there may take a little less than predicted; with a budget a little smaller, nothing by hand fits."""
+    on_gpu = replace(PROFILE, device="cuda:0 (one)")
+    every = plan_by_hand(PROFILE, recomputing(PROFILE, range(10)))
+    nearly = every.predicted_bytes * 995 // 1000
+    assert nearly > minimum_budget(PROFILE)
+    assert usual_plans(PROFILE, nearly) == []
+    ((name, found),) = usual_plans(on_gpu, nearly)
+    assert name == "recompute every large unit"
+    assert found.predicted_bytes > found.budget_bytes == nearly
+    assert usual_plans(on_gpu, every.predicted_bytes * 985 // 1000) == []
+
+
 def test_rivals_are_few_and_not_far_behind() -> None:
     chosen = plan(PROFILE, MIDDLE)
     names = [name for name, _ in usual_plans(PROFILE, MIDDLE)]

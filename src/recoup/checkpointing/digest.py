@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +23,9 @@ storage."""
 _SEEDS = (torch.int64, torch.uint64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
-"""Words that are hashed at once on a device: they take twice 8 MiB."""
+"""Words that are hashed at once on a device: they take 8 MiB."""
+_PIECE_BYTES = 4 << 20
+"""Of a tensor that is not contiguous so much is copied at once on a device, and hashed: both take 8 MiB."""
 _CHUNK_BYTES = 1 << 20
 # Odd, with about as many ones as zeros; as a signed integer, which is what torch multiplies.
 _FACTOR = -7046029254386353131
@@ -136,21 +139,45 @@ def _of_host(tensor: Tensor) -> bytes:
 
 
 def _of_words(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().view(-1)
-    num_bytes = flat.numel() * flat.element_size()
+    found, start = [], 0
+    for piece in _pieces(tensor.squeeze()):
+        for words in _words_of(piece):
+            found.append(_mixed(words, start).sum())
+            start += words.numel()
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Contiguous pieces of a tensor in the order of its elements: whole words, but for the last one.
+
+    A copy of the whole tensor could be the peak of a step.
+    """
+    if tensor.is_contiguous() or tensor.nbytes <= _PIECE_BYTES:
+        yield tensor.contiguous()
+        return
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    num_rows = max(1, _PIECE_BYTES // row_bytes)
+    if row_bytes % 8:
+        num_rows = -(-num_rows // 8) * 8
+    for rows in tensor.split(num_rows):
+        if num_rows == 1:
+            yield from _pieces(rows[0])
+        else:
+            yield rows.contiguous()
+
+
+def _words_of(piece: Tensor) -> list[Tensor]:
+    flat = piece.view(-1)
+    num_bytes = flat.nbytes
     # A single element may have any stride, and no word begins inside another.
     if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone(memory_format=torch.contiguous_format)
     flat = flat.view(torch.uint8)
     end = num_bytes // 8 * 8
-    parts = [*flat[:end].view(torch.int64).split(_CHUNK)]
+    words = [*flat[:end].view(torch.int64).split(_CHUNK)]
     if end < num_bytes:
-        parts.append(flat[end:].to(torch.int64))
-    found, start = [], 0
-    for part in parts:
-        found.append(_mixed(part, start).sum())
-        start += part.numel()
-    return found[0] if len(found) == 1 else torch.stack(found).sum()
+        words.append(flat[end:].to(torch.int64))
+    return words
 
 
 def _mixed(words: Tensor, start: int) -> Tensor:
@@ -161,5 +188,6 @@ def _mixed(words: Tensor, start: int) -> Tensor:
     """
     mixed = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
     torch.add(words, mixed, alpha=_FACTOR, out=mixed)
-    mixed.bitwise_xor_(mixed >> 31)
+    halves = mixed.view(torch.int32).view(-1, 2)  # in place: a shift would take as much memory again
+    halves[:, 0].bitwise_xor_(halves[:, 1])
     return mixed.mul_(mixed)

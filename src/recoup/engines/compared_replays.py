@@ -4,7 +4,7 @@ NOTE [ Compared replays ]
     1. Comparing all of a deep model takes longer than its step. Units of a kind do the same: one of those that a plan
        treats alike is compared.
     2. Comparing takes memory on some devices, and training compares every unit at times: those that would come near
-       the predicted peak, with all that they save copied once, are compared as well.
+       the predicted peak are compared as well.
     3. Whatever another replay does differently shows in gradients, which are compared with the plain step's. Where
        they differ, a step follows that compares all replays, and names the first that differs. Where there is no
        plain step, or parameters are compared, which an optimizer may hardly have changed, all are compared at once.
@@ -22,8 +22,8 @@ from recoup.plans.tree import Item, Leaf, Segment
 
 __all__ = ["replays_left_out"]
 
-_COMPARING_BYTES = 64 << 20
-"""What comparing a tensor takes on a device, beside a copy of it where it is not contiguous; on the host nothing."""
+_COMPARING_BYTES = 32 << 20
+"""More than comparing takes on a device, where tensors are hashed 8 MiB at a time; on the host it takes nothing."""
 
 
 def replays_left_out(model: nn.Module, plan: ModelPlan, device: torch.device) -> set[nn.Module]:
@@ -61,13 +61,6 @@ def _treatments(plan: ModelPlan) -> Iterator[tuple[int, tuple[int, str, bool]]]:
 
 
 def _near_peak(plan: ModelPlan, *, takes_memory: bool) -> set[int]:
-    predicted, units = plan.schedule.predicted, plan.profile.problem.units
-
-    def needed_bytes(unit: int) -> int:
-        return _COMPARING_BYTES + units[unit].options[0].held_bytes if takes_memory else 0
-
-    return {
-        moment.unit
-        for moment in predicted.timeline
-        if moment.num_bytes + needed_bytes(moment.unit) >= predicted.peak_bytes
-    }
+    predicted = plan.schedule.predicted
+    least_bytes = predicted.peak_bytes - (_COMPARING_BYTES if takes_memory else 0)
+    return {moment.unit for moment in predicted.timeline if moment.num_bytes >= least_bytes}

@@ -15,7 +15,7 @@ __all__ = ["MOST_POINTS", "Points", "Recording", "record", "thinned"]
 MOST_POINTS = 500
 """How many points of a recording are kept."""
 _INTERVAL_S = 0.0005
-_SHARE_BETWEEN = 0.002
+_SHARE_BETWEEN = 0.01
 """At least this share of the time so far passes between two samples: long steps are hardly disturbed."""
 
 Points = tuple[tuple[float, int], ...]

@@ -124,14 +124,16 @@ def _compare_gradients(
             return _compare_generated(steps, fitted.prints, plain.prints)
         if not steps.step.ranks.largest(bool(differing(fitted.prints, plain.prints))):
             return (), _in_words(())
-    if not fitted.compares_all:
-        steps.compare_replays()  # by gradients nothing is known, or that one of them differs
-    if not leaves_traces:
-        return (), "not compared: the step leaves no gradients"
-    if plain is not None:
         prints, plain_prints = steps.results(fingerprint), _plain_prints(steps)
         if plain_prints is not None:
-            return _compare(steps, prints, plain_prints)
+            names = _differing(steps, prints, plain_prints)
+            if names and not fitted.compares_all:
+                steps.compare_replays()  # names the first replay that differs
+            return _compare(steps, names, plain_prints)
+    if not fitted.compares_all:
+        steps.compare_replays()  # by gradients nothing is known
+    if not leaves_traces:
+        return (), "not compared: the step leaves no gradients"
     compared = compare_units(steps.step, plan)
     return tuple(compared.drifting), _unit_by_unit(compared)
 
@@ -223,15 +225,14 @@ def _differing(steps: RealSteps, fitted: dict[str, Fingerprint], plain: dict[str
 
 
 def _compare(
-    steps: RealSteps, fitted: dict[str, Fingerprint], plain: dict[str, Fingerprint]
+    steps: RealSteps, names: list[str], plain: dict[str, Fingerprint]
 ) -> tuple[tuple[Drift, ...], str]:
-    """Compares gradients bit by bit; returns those that differ, and words.
+    """Judges gradients that differ bit by bit from the plain step's; returns those, and words.
 
     Some differ as plain steps differ among themselves. Others differ by rounding: where a tensor is read inside a
     captured unit more than once, and outside of it as well, its gradients are added up inside the unit first.
     """
     ranks = steps.step.ranks
-    names = _differing(steps, fitted, plain)
     if not names:
         return (), _in_words(())
     with steps.plainly():

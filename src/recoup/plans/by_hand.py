@@ -19,6 +19,8 @@ from recoup.plans.usable_bytes import usable_bytes
 __all__ = ["first_units", "plan_by_hand", "recomputable_units", "recomputing", "usual_plans"]
 
 _LARGE = 0.1
+_NEARLY = 100
+"""On a GPU a real step may take such a part less than predicted: its allocator may split off more than assumed."""
 
 
 def recomputable_units(profile: Profile) -> list[int]:
@@ -55,7 +57,8 @@ def usual_plans(profile: Profile, budget_bytes: int) -> list[tuple[str, ModelPla
     """The usual recipes that are predicted to fit: recompute all large units, or the first few, as few as fit.
 
     Large units are what people checkpoint, such as a decoder's layers but not its embedding: those of which a recompute
-    frees at least a tenth of what it frees of the largest.
+    frees at least a tenth of what it frees of the largest. Recomputing all of them is named where it nearly fits, too:
+    a real step may take less, and what fits by prediction there may be much slower.
     """
     freed = {index: _freed_bytes(profile, index) for index in recomputable_units(profile)}
     units = [index for index, size in freed.items() if size > 0 and size >= _LARGE * max(freed.values())]
@@ -64,8 +67,11 @@ def usual_plans(profile: Profile, budget_bytes: int) -> list[tuple[str, ModelPla
     def plan(count: int) -> ModelPlan:
         return plan_by_hand(profile, recomputing(profile, units[:count]), budget_bytes)
 
+    most_bytes = usable_bytes(budget_bytes, profile)
+    nearly_bytes = most_bytes + (budget_bytes // _NEARLY if profile.device.startswith("cuda") else 0)
+
     def fits(count: int) -> bool:
-        return plan(count).predicted_bytes <= usable_bytes(budget_bytes, profile)
+        return plan(count).predicted_bytes <= most_bytes
 
     try:
         # More of them need less, except for a few bytes here and there.
@@ -74,7 +80,8 @@ def usual_plans(profile: Profile, budget_bytes: int) -> list[tuple[str, ModelPla
             fewest: f"recompute the {first_units(fewest, 'large ')}",
             len(units): "recompute every large unit",
         }
-        return [(name, plan(count)) for count, name in named.items() if count and fits(count)]
+        found = [(name, plan(count)) for count, name in named.items() if count]
+        return [(name, one) for name, one in found if one.predicted_bytes <= nearly_bytes]
     except ScheduleError:
         return []
 
