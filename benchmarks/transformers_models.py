@@ -296,6 +296,9 @@ def compare(name: str, bench: Bench, num_rounds: int, parts: str) -> list[str]:
     bench.checkpoint(None)
     plain = bench.peak_bytes()
     bench.plain_s = statistics.median(bench.time_s() for _ in range(3))
+    if parts == "compiled":
+        print(f"{name}: plain {plain / GIB:.2f} GiB, {bench.plain_s * 1e3:.1f} ms", flush=True)
+        return [compiled(name, bench, num_rounds)]
     found: dict[int, tuple[int, float]] = {}
     for every in (1, 2, 3, 4, 6):
         bench.checkpoint(every)
@@ -306,8 +309,6 @@ def compare(name: str, bench: Bench, num_rounds: int, parts: str) -> list[str]:
         f"{name}: plain {plain / GIB:.2f} GiB, {bench.plain_s * 1e3:.1f} ms; every layer {least / GIB:.2f} GiB",
         flush=True,
     )
-    if parts == "compiled":
-        return [compiled(name, bench, num_rounds)]
     lines = [row(name, "every layer", bench, least, lambda: bench.checkpoint(1), "auto", num_rounds)]
     fitting = {every: seconds for every, (peak, seconds) in found.items() if peak <= half}
     best = min(fitting, key=lambda every: fitting[every])
