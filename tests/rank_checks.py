@@ -50,6 +50,7 @@ from recoup.planning import Schedule
 from recoup.plans import rivals
 from recoup.plans.by_hand import plan_by_hand
 from recoup.plans.largest import largest_profile
+from recoup.plans.tree import leaves_of
 from recoup.policies import EveryN, UniformSegments
 from recoup.ranks import find_ranks, meetings
 
@@ -763,6 +764,64 @@ def sharded_inside_units(rank: int) -> None:
     assert number == num_gathers
 
 
+def _captures(rank: int, make: Callable[[], nn.Module], share: float) -> None:
+    """Captured units read gathered parameters, whatever becomes of these after the forward."""
+    batch, model = batch_of(rank), make()
+    profile = recoup.measure(model, batch, loss=loss_of, engine="captured")
+    least_bytes = recoup.minimum_budget(profile)
+    budget = find_ranks().largest(int(least_bytes + share * (profile.plain_bytes - least_bytes)))
+    fitted = recoup.fit(model, batch, budget=budget, loss=loss_of, engine="captured", race=False)
+    assert any(fitted.plan.recipe(leaf).cut is not None for leaf in leaves_of(fitted.plan.items))
+    assert not fitted.plan.keeps_everything
+    assert fitted.verification.gradients == "bit-equal"
+    assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+    expected, num_gathers = _train_counting(make(), batch)
+    found, number = _train_counting(model, batch)
+    assert_same(found, expected)
+    assert number == num_gathers
+
+
+def sharded_and_captured(rank: int) -> None:
+    _captures(rank, lambda: _shard(make_model(), **_SETTINGS[3]), 0.5)
+
+
+def sharded_and_captured_in_every_setting(rank: int) -> None:
+    for settings, share in itertools.product(_SETTINGS, (0.0, 0.5)):
+        _captures(rank, partial(lambda own: _shard(make_model(), **own), settings), share)
+        _captures(rank, partial(lambda own: _shard(_make_frozen(), **own), settings), share)
+    _captures(rank, lambda: _shard(_make_frozen(), **_SETTINGS[1] | _SETTINGS[3]), 0.0)
+    _captures(rank, lambda: _shard_children(make_model()), 0.5)
+    _captures(rank, lambda: _parallelize(make_model()), 0.5)
+
+
+def compiled_and_sharded(rank: int) -> None:
+    """The usual order: blocks are compiled, then sharded, then the model is fitted."""
+
+    def make(settings: dict[str, Any]) -> Net:
+        model = make_model()
+        for block in model.blocks:
+            block.compile()
+        return _shard(model, **settings)
+
+    batch = batch_of(rank)
+    for settings in (_SETTINGS[0], _SETTINGS[4]):
+        profile = recoup.measure(_shard(make_model(), **settings), batch, loss=loss_of)
+        expected, num_gathers = _train_counting(make(settings), batch)
+        model = make(settings)
+        fitted = recoup.fit(
+            model, batch, budget=find_ranks().largest(between(profile, 0.4)), loss=loss_of, race=False
+        )
+        assert fitted.plan.profile.engine == "compiled"
+        assert not fitted.plan.keeps_everything
+        assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+        found, number = _train_counting(model, batch)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(local(found[name]), local(gradient), rtol=1e-4, atol=1e-6)
+        assert number == num_gathers
+        recoup.remove(model)
+        assert all(block._compiled_call_impl is not None for block in model.blocks)
+
+
 def does_not_fit_the_device(rank: int) -> None:
     """A sharded model, in the middle of a backward on all ranks: it trains as before."""
     batch, model, record = batch_of(rank), _shard(make_model()), RealSteps._record
@@ -854,8 +913,6 @@ def sharded_in_segments(rank: int) -> None:
         recoup.apply(model, plan)
         peak_bytes = RealSteps(step, profile).record().peak_bytes
         assert plan.predicted_bytes == pytest.approx(peak_bytes, rel=0.01), plan.describe_units()
-    with pytest.raises(SampleError, match="captures units with their parameters, which fully_shard divides"):
-        recoup.fit(model, batch, budget="1GiB", loss=loss_of, engine="captured")
 
 
 def _parallelize(model: Net) -> Net:

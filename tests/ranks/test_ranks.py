@@ -13,6 +13,7 @@ from rank_checks import (
     a_sharded_step_of_the_users,
     a_step_of_the_users,
     batches_of_several_sizes,
+    compiled_and_sharded,
     data_parallel_settings,
     does_not_fit_the_device,
     exchanges,
@@ -21,6 +22,8 @@ from rank_checks import (
     sharded_after_planning,
     sharded_along_the_second_dimension,
     sharded_and_accumulating,
+    sharded_and_captured,
+    sharded_and_captured_in_every_setting,
     sharded_before_planning,
     sharded_in_groups,
     sharded_in_segments,
@@ -85,6 +88,15 @@ def test_two_ranks_with_other_settings_of_fsdp2() -> None:
         sharded_with_more_buffers,
         sharded_with_lasting_parameters,
     )
+
+
+def test_two_ranks_that_capture_sharded_units() -> None:
+    on_ranks(2, sharded_and_captured)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_capture_and_compile_in_every_setting() -> None:
+    on_ranks(2, compiled_and_sharded, sharded_and_captured_in_every_setting)
 
 
 def test_together_that_is_none() -> None:

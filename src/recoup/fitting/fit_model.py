@@ -142,12 +142,6 @@ def fit(
             if others:
                 check_sizes(training)
             budget_bytes = ranks.smallest(read_budget(budget, inner, training.given))
-            if training.shards and engines != ("eager",):
-                uncompiled = "leave torch.compile and .compile() out, and " if compiled_code(model) else ""
-                raise SampleError(
-                    f"engine={engine!r} captures units with their parameters, which fully_shard divides: {uncompiled}"
-                    "fit with engine='eager'."
-                )
             if not inner.training:
                 warn(_EVAL_MODE, RecoupWarning, stacklevel=2)
             fitting = Fitting(
