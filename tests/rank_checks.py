@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -53,6 +56,8 @@ from recoup.plans.largest import largest_profile
 from recoup.plans.tree import leaves_of
 from recoup.policies import EveryN, UniformSegments
 from recoup.ranks import find_ranks, meetings
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def _assert_one_plan(fitted: recoup.Fitted) -> None:
@@ -373,6 +378,19 @@ def sharded_after_planning(rank: int) -> None:
                 found, number = _train_counting(model, batch)
                 assert_same(found, expected)
                 assert number == num_gathers
+
+
+def gathered_as_drawn(rank: int) -> None:
+    """The picture of the page on ranks shows what a real step does."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        import draw_gathers
+    finally:
+        sys.path.remove(str(DOCS))
+    drawn = json.loads(draw_gathers.EVENTS.read_text(encoding="utf-8"))
+    assert {
+        title: [list(event) for event in events] for title, events in draw_gathers.record_all().items()
+    } == drawn
 
 
 def sharded_before_planning(rank: int) -> None:

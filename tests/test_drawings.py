@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-SCRIPTS = ("draw_frontier", "draw_graphs", "draw_how_it_works", "draw_schedules")
+SCRIPTS = ("draw_frontier", "draw_gathers", "draw_graphs", "draw_how_it_works", "draw_schedules")
 PICTURES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.svg"))
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -18,6 +18,7 @@ from rank_checks import (
     does_not_fit_the_device,
     exchanges,
     fails_in_a_real_step,
+    gathered_as_drawn,
     layers_skipped_at_random,
     sharded_after_planning,
     sharded_along_the_second_dimension,
@@ -83,15 +84,13 @@ def test_two_ranks_with_sharded_parameters() -> None:
 def test_two_ranks_with_other_settings_of_fsdp2() -> None:
     on_ranks(
         2,
+        gathered_as_drawn,
+        sharded_and_captured,
         sharded_with_a_root_that_is_freed,
         sharded_along_the_second_dimension,
         sharded_with_more_buffers,
         sharded_with_lasting_parameters,
     )
-
-
-def test_two_ranks_that_capture_sharded_units() -> None:
-    on_ranks(2, sharded_and_captured)
 
 
 @pytest.mark.slow
