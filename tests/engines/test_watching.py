@@ -156,7 +156,7 @@ def test_two_forwards_before_a_backward(order: str) -> None:
     assert message.startswith(
         "The model is called while 1 earlier forward waits for a backward, and the measured step calls it once, so"
     )
-    assert "run each backward before the next forward, or fit with step=" in message
+    assert "run each backward before the next forward, or fit with in_flight=" in message
 
 
 def _play(model: Model, order: str) -> None:

@@ -304,8 +304,8 @@ def _more_forwards(now: int, measured: int) -> str:
     return (
         f"The model is called while {now - 1} earlier {'forward waits' if now == 2 else 'forwards wait'} for a"
         f" backward, and the measured step calls it {'once' if measured == 1 else f'{measured} times'}, so the step may"
-        " pass the budget: run each backward before the next forward, or fit with step= a callable that runs the whole"
-        " step."
+        " pass the budget: run each backward before the next forward, or fit with in_flight= the forwards that wait at"
+        " once, as in a stage of a pipeline, or with step= a callable that runs the whole step."
     )
 
 

@@ -100,7 +100,7 @@ def fit(
             the largest bytes and the slowest seconds that any of them measured. An error on one rank is raised on all.
             A process group instead of ``True`` does so for its ranks; ``False`` fits on this rank alone.
         in_flight: how many micro-batches wait for their backward at once, as in a stage of a pipeline: what all of
-            them hold is part of the peak.
+            them hold is part of the peak. Of ranks that fit together, the largest number counts.
 
     Raises:
         BudgetError: nothing fits; it names the smallest feasible budget, which a real step showed to hold where one

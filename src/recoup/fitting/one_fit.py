@@ -89,8 +89,8 @@ class Fitting:
         self.holds_output, self.insist = holds_output, insist
         # One of several processes that decides alone could run more steps than others, and wait for them in a step.
         decides_for_all = self.ranks.size > 1 or num_processes() == 1
-        self.races = races and decides_for_all and in_flight == 1
-        self.in_flight = in_flight
+        self.in_flight = self.ranks.largest(in_flight)
+        self.races = races and decides_for_all and self.in_flight == 1
         self.engine, self.settings = "eager", settings
         self._budget_bytes = 0
         self._pricing: dict[str, Pricing] = {}
