@@ -8,6 +8,8 @@ import pytest
 import torch
 from on_ranks import assert_same, gradients
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -122,3 +124,24 @@ def stages_fitted_together(rank: int) -> None:
         alike, x, budget="1GiB", loss=lambda output: output.square().sum(), in_flight=2 - rank
     )
     assert fitted.profile.in_flight == 2
+
+
+def a_sharded_stage(rank: int) -> None:
+    """Forwards that wait hold as much as without sharding, though their gathered parameters are freed."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*map(Block, (4, 2, 3)), nn.Linear(WIDTH, WORDS))
+    mesh = init_device_mesh("cpu", (2,))
+    for block in [*module][:3]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    fitted = recoup.fit(
+        module,
+        torch.randn(8 * ROWS, LENGTH, WIDTH),
+        budget="1GiB",
+        loss=lambda output: output.square().mean(),
+        accumulates="unreduced",
+        in_flight=4,
+        holds_output=True,
+    )
+    assert fitted.verification is not None
+    assert fitted.plan.predicted_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)

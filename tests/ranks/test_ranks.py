@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from on_ranks import on_ranks
-from pipeline_checks import stages_fitted_together, stages_of_a_pipeline
+from pipeline_checks import a_sharded_stage, stages_fitted_together, stages_of_a_pipeline
 from rank_checks import (
     a_rival_fails,
     a_sharded_step_of_the_users,
@@ -100,7 +100,7 @@ def test_two_ranks_that_capture_and_compile_in_every_setting() -> None:
 
 
 def test_two_stages_of_a_pipeline() -> None:
-    on_ranks(2, stages_of_a_pipeline, stages_fitted_together)
+    on_ranks(2, stages_of_a_pipeline, stages_fitted_together, a_sharded_stage)
 
 
 def test_together_that_is_none() -> None:

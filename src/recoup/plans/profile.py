@@ -8,7 +8,7 @@ from functools import cached_property
 from recoup.model.accumulation import Accumulates
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import Recipe
-from recoup.planning import Backward, Forward, Keep, Plan, Problem, Schedule, Simulation, simulate
+from recoup.planning import Backward, Forward, Keep, Phase, Plan, Problem, Schedule, Simulation, simulate
 from recoup.plans.tightest import tightest_plan
 from recoup.sizes import format_bytes
 
@@ -151,7 +151,12 @@ class Profile:
         ended = [
             moment for moment in simulation.timeline if moment.action < first and moment.phase == "after"
         ]
-        initial_bytes = sum(value.num_bytes for value in self.problem.values if value.made is None)
+        # Parameters that are gathered when a step begins may be freed by its forward, unlike what else is there before.
+        initial_bytes = sum(
+            value.num_bytes
+            for value in self.problem.values
+            if value.made is None and (value.stays or any(use.phase is not Phase.FIRST for use in value.read))
+        )
         return (self.in_flight - 1) * max(0, ended[-1].num_bytes - initial_bytes)
 
     @property
