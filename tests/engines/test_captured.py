@@ -436,3 +436,33 @@ def test_units_that_fill_a_list_they_are_given_are_captured() -> None:
     """Each call that captures finds the list as it was: of another length, it would be compiled anew."""
     profile = recoup.measure(Caching(), torch.randn(32, 8), engine="captured", units=FillsCache)
     assert not any(unit.uncaptured for unit in profile.units)
+
+
+class Counts(FeedForward):
+    """Counts its calls in an attribute, on which its output depends."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x) * self.num_calls
+
+
+class Collects(FeedForward):
+    """Collects what it computed in a list of its own, by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.register_forward_hook(self.collect)
+
+    def collect(self, module: nn.Module, given: object, output: Tensor) -> None:
+        self.seen.append(output.detach().mean())
+
+
+@pytest.mark.parametrize("unit", [Counts, Collects])
+def test_units_whose_attributes_every_step_changes_run_eagerly(unit: type[FeedForward]) -> None:
+    """Captured, they would be compiled anew in every step."""
+    model = nn.Sequential(*[nn.Sequential(unit()) for _ in range(3)])
+    profile = recoup.measure(model, torch.randn(32, 8), engine="captured", units="?", loss=Tensor.sum)
+    assert all("compiled anew in every call" in seen.uncaptured for seen in profile.units[:3])

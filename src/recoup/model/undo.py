@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -17,7 +17,7 @@ from recoup.model.streaming import UnitCall
 from recoup.snapshot.random_state import held_random_state
 from recoup.snapshot.reachable import Reached
 
-__all__ = ["made_attributes", "undone"]
+__all__ = ["hold_attributes", "made_attributes", "undone"]
 
 _DEEPEST = 4
 
@@ -44,6 +44,11 @@ def made_attributes(unit: nn.Module) -> list[Tensor]:
         for value in vars(module).values()
         if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
     ]
+
+
+def hold_attributes(unit: nn.Module) -> Callable[[], None]:
+    """Notes the attributes of a unit's modules, and what containers there hold; returns what puts that back."""
+    return Reached((), known=unit, follows_code=False, deepest=_DEEPEST).hold()
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from torch.fx import Node
 
@@ -14,6 +16,7 @@ from recoup.measuring.unit.one_unit import forward_and_backward
 from recoup.model.cut_graph import gradients_from, seeded
 from recoup.model.recipe import KEEP, Recipe, run_recipe, unwrapped
 from recoup.model.streaming import UnitCall
+from recoup.model.undo import hold_attributes
 
 __all__ = ["captured_recipes", "is_further_cut", "run_once"]
 
@@ -38,7 +41,7 @@ def captured_recipes(
         CaptureError: the compiler cannot capture the unit, or not without a change of what gets a gradient.
     """
     args, kwargs, _ = call.fresh()
-    graph = capture(engine, unwrapped(call.fn), args, kwargs, settings, again=lambda: call.fresh()[:2])
+    graph = capture(engine, unwrapped(call.fn), args, kwargs, settings, again=partial(_next_step, call))
     cuts = with_steady_cuts(graph, cuts_of(graph, engine, seconds_of, settings))
     recipes = [Recipe(cut=cut) for cut in cuts]
     with refusing():
@@ -48,6 +51,14 @@ def captured_recipes(
             f"{min(new)} gets no gradient in the step, and would get zeros, which optimizers treat otherwise"
         )
     return [*recipes, Recipe(whole=True, cut=recipes[0].cut)]
+
+
+def _next_step(call: UnitCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for a call as the next step makes it: they are fresh, and the unit is as its last call left it."""
+    put_back = hold_attributes(call.module)
+    args, kwargs, _ = call.fresh()
+    put_back()
+    return args, kwargs
 
 
 def is_further_cut(recipe: Recipe) -> bool:
