@@ -310,6 +310,44 @@ class TestRandom:
         again = Profile.from_json(profile.to_json())
         assert RealSteps(TrainingStep(model, x), again).draws == (p > 0)
 
+    def test_a_dropout_in_16_bits_is_as_in_eager_code(self) -> None:
+        """Eager code scales by a factor that is rounded to 16 bits, torch's captured backward by one of 32 bits."""
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*[FeedForward(16) for _ in range(3)]), torch.randn(64, 16)
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+
+        profile = recoup.measure(model, step=step, engine="captured", units="?")
+        fitted = recoup.fit(
+            model, step=step, budget=recoup.minimum_budget(profile), engine="captured", units="?"
+        )
+        assert cuts_in(fitted.plan)
+        assert fitted.verification.gradients == "bit-equal"
+
+    def test_rounding_under_autocast_is_judged_as_that_of_16_bits(self) -> None:
+        """Attention with dropout rounds otherwise; its parameters' gradients have 32 bits."""
+
+        class Attention(FeedForward):
+            def forward(self, x: Tensor) -> Tensor:
+                heads = self.norm(x).to(torch.bfloat16)[None, None]
+                attended = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+                return super().forward(x + attended[0, 0])
+
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*[Attention(16) for _ in range(3)]), torch.randn(64, 16)
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+
+        seen = recoup.fit(model, step=step, budget="1MiB", engine="captured", units="?").verification
+        assert seen.gradients.startswith("captured units add in another order: relative error up to ")
+        assert 1e-3 < max(drift.relative_error for drift in seen.drifting) < 0.05
+
 
 class TestCompiled:
     """Generated code takes seconds to compile: one small model."""

@@ -20,7 +20,7 @@ from recoup.checkpointing.fingerprints import differing, fingerprint, on_host
 from recoup.devices.meter import CpuMeter, Timing
 from recoup.engines import Leaf, ModelPlan, apply, compare_by_unit, is_applied, remove
 from recoup.engines.compare_by_unit import compare_units
-from recoup.engines.drift import drift_between, too_far
+from recoup.engines.drift import Drift, beyond_rounding, drift_between, too_far
 from recoup.engines.racing import _ENOUGH_S
 from recoup.engines.verify import Verification, _compare_generated
 from recoup.errors import BudgetError, OverBudgetError, VerificationError
@@ -406,6 +406,13 @@ def test_gradients_that_are_zero_but_for_rounding_are_not_too_far(dtype: torch.d
     assert too_far(drift_between({"b": first}, {"b": second}))
     wrong = drift_between({"w": weight, "b": weight[:4]}, {"w": weight, "b": -weight[:4]})
     assert [drift.name for drift in too_far(wrong)] == ["b"]
+
+
+def test_rounding_is_that_of_the_dtype_that_is_computed_with() -> None:
+    """Gradients of parameters in 32 bits are computed in 16 under autocast."""
+    results, rounded, wrong = {"w": torch.ones(4)}, Drift("w", 0.01, 1.0), Drift("w", 0.1, 1.0)
+    assert beyond_rounding([rounded], results) == [rounded]
+    assert beyond_rounding([rounded, wrong], results, "bfloat16") == [wrong]
 
 
 def apply_forced(model: nn.Module, x: Tensor) -> ModelPlan:

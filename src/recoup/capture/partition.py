@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -15,7 +16,7 @@ from recoup.capture.graph import DROPOUT, UnitGraph, changed_inputs, is_random, 
 from recoup.capture.masks import is_packed, pack
 from recoup.torch_private import default_partition, keep_order, min_cut_partition
 
-__all__ = ["draw_as_eager", "partition"]
+__all__ = ["dropouts_as_eager", "partition"]
 
 Parts = tuple[GraphModule, GraphModule]
 """A forward and a backward."""
@@ -32,7 +33,7 @@ def partition(
     own memory budget it draws random numbers a second time, and gradients are wrong.
     """
     split = _keep_all if cut.engine == "captured" else min_cut_partition
-    draw_as_eager(joint)
+    dropouts_as_eager(joint)
     graph = UnitGraph.of(joint.graph, num_fwd_outputs)
     if cut.engine == "compiled" and graph.draws:
         keep_order()
@@ -52,8 +53,15 @@ def partition(
     return min_cut_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **given)
 
 
-def draw_as_eager(joint: GraphModule) -> None:
-    """Replaces dropouts of everything: eager code draws no random numbers for them, the captured operation would."""
+def dropouts_as_eager(joint: GraphModule) -> None:
+    """Lets dropouts do what they do in eager code, to the last bit.
+
+    Dropouts of everything are replaced: eager code draws no random numbers for them, the captured operation would. The
+    backward of the others multiplies by the same number as their forward.
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=_REPEATED_DROPOUT):
+        gradient, mask, scale = node.args
+        node.args = (gradient, mask, _scale(gradient, scale))
     for node in joint.graph.find_nodes(op="call_function", target=DROPOUT):
         x, p, train = node.args
         if p != 1.0 or train is False:
@@ -85,15 +93,24 @@ def _made_again(joint: GraphModule, result: Node) -> Node:
     It has the same bits: the mask is 0 or 1, and the product is scaled once.
     """
     dropout: Node = result.args[0]  # type: ignore[assignment]
-    x, p, _ = dropout.args
+    x, p, _ = cast("tuple[Node, float, bool]", dropout.args)
     mask = next(user for user in dropout.users if user.args[1] == 1)
     later = max(result, mask)
     with joint.graph.inserting_after(later):
-        again = joint.graph.call_function(_REPEATED_DROPOUT, (x, mask, 1.0 / (1.0 - p)))  # type: ignore[operator]
+        again = joint.graph.call_function(_REPEATED_DROPOUT, (x, mask, _scale(x, 1.0 / (1.0 - p))))
     again.meta = dict(result.meta)
     result.replace_all_uses_with(again)
     joint.graph.erase_node(result)
     return again
+
+
+def _scale(x: Any, scale: Any) -> Any:
+    """What a dropout multiplies by: on a CPU it is rounded to the tensor's dtype, which matters in 16 bits."""
+    tensor = x.meta["val"]
+    if tensor.device.type != "cpu":
+        return scale
+    last_digit = torch.finfo(tensor.dtype).eps * 2.0 ** (math.frexp(scale)[1] - 1)
+    return round(scale / last_digit) * last_digit
 
 
 def _is_read_by(node: Node, again: set[Node]) -> bool:

@@ -32,7 +32,7 @@ from torch.fx import GraphModule
 
 from recoup.capture.cut import Cut
 from recoup.capture.graph import UnitGraph, sized_by_values
-from recoup.capture.partition import draw_as_eager, partition
+from recoup.capture.partition import dropouts_as_eager, partition
 from recoup.errors import CaptureError, RecoupError, RecoupWarning
 from recoup.tensors import each_tensor
 from recoup.torch_private import (
@@ -121,7 +121,7 @@ def capture(
             return own()
         if (node := sized_by_values(joint.graph)) is not None:
             raise CaptureError(f"the size of a result depends on values ({node.name})")
-        draw_as_eager(joint)
+        dropouts_as_eager(joint)
         graph = UnitGraph.of(joint.graph, num_fwd_outputs)
         found.append(graph)
         parts = own()

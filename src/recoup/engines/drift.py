@@ -146,13 +146,18 @@ def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
     ]
 
 
-def beyond_rounding(found: Iterable[Drift], results: Results) -> list[Drift]:
-    """Those that another order of sums does not explain: it leaves half of the digits of the results' dtype."""
+def beyond_rounding(found: Iterable[Drift], results: Results, autocast: str = "") -> list[Drift]:
+    """Those that another order of sums does not explain: it leaves half of the digits of what is computed with.
+
+    That is the results' dtype or, with fewer digits, the ``autocast`` dtype of the step.
+    """
+    least = torch.finfo(getattr(torch, autocast)).eps if autocast else 0.0
     return [
         drift
         for drift in found
         if drift.name not in results
-        or not drift.relative_error <= min(_TOLERANCE, math.sqrt(torch.finfo(results[drift.name].dtype).eps))
+        or not drift.relative_error
+        <= min(_TOLERANCE, math.sqrt(max(torch.finfo(results[drift.name].dtype).eps, least)))
     ]
 
 

@@ -247,7 +247,8 @@ def _compare(
     if drifts:
         wrong = too_far(found, own)
     elif adds_otherwise:
-        wrong = beyond_rounding(found, results)
+        conditions = steps.profile.conditions
+        wrong = beyond_rounding(found, results, conditions.autocast if conditions is not None else "")
     else:
         wrong = found
     if wrong:
