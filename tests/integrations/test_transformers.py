@@ -148,6 +148,28 @@ def test_losses_and_weights_are_those_without_a_plan(options: dict[str, Any], tm
     assert is_applied(trainer.model)
 
 
+# The compiler looks at the gradients of what it is given.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf.*:UserWarning")
+def test_a_trainer_that_compiles_with_another_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured units run without it; what compiles is refused, and the refusal names them."""
+    # Which arguments of a trainer write, for all trainers after it.
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    options = {"torch_compile_backend": "aot_eager"}
+    callback = RecoupCallback("100MiB", engine="captured", race=False)
+    plain = trainer_for(tmp_path)
+    plain.train()
+    planned = trainer_for(tmp_path, callback, **options)
+    planned.train()
+    assert_same(state_of(plain.model), state_of(planned.model))
+    assert callback.fitted is not None
+    assert callback.fitted.profile.is_captured
+    refused = trainer_for(tmp_path, RecoupCallback(budget_for()), **options)
+    with pytest.raises(SampleError, match=r"is compiled.*another backend for engine='captured'"):
+        refused.train()
+
+
 class Watched(Trainer):
     """The peaks of its micro-batches."""
 

@@ -47,16 +47,13 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
             )
 
 
-def check_not_compiled(
-    model: nn.Module, others: Iterable[nn.Module], functions: Sequence[str], *, is_sharded: bool
-) -> None:
+def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], functions: Sequence[str]) -> None:
     """Refuses compiled code, whose inside cannot be measured: it is replaced by units that are captured, or not at all.
 
     Args:
         model: to be measured.
         others: further models that its step uses.
         functions: the names of compiled functions that the step can reach.
-        is_sharded: whether `fully_shard` divides its parameters: then no engine plans compiled code.
 
     Raises:
         SampleError: the model, a module in it, another one that the step uses, or a function is compiled.
@@ -65,21 +62,17 @@ def check_not_compiled(
         names = [name or type(root).__name__ for name, module in root.named_modules() if _is_compiled(module)]
         if names:
             more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
-            raise _compiled(f"{names[0]!r}{more}", is_sharded)
+            raise _compiled(f"{names[0]!r}{more}")
     if functions:
-        raise _compiled(f"{functions[0]!r} is", is_sharded)
+        raise _compiled(f"{functions[0]!r} is")
 
 
-def _compiled(what: str, is_sharded: bool) -> SampleError:
-    if is_sharded:
-        return SampleError(
-            f"{what} compiled, and fully_shard divides the model's parameters: recoup plans such a model only as it"
-            " runs without torch.compile. Leave torch.compile and .compile() out, and fit with engine='eager'."
-        )
+def _compiled(what: str) -> SampleError:
     return SampleError(
-        f"{what} compiled. recoup.fit with engine='auto' or 'compiled' plans a model that was compiled, whole or in"
-        " part, with torch's own backend (inductor). Else, as for other backends, for engine='eager', and for other"
-        " models and functions in the step, give it the code as it was before torch.compile or .compile() was called."
+        f"{what} compiled. recoup.fit plans a model that was compiled, whole or in part, with torch's own backend"
+        " (inductor) for engine='auto' or 'compiled', and one with another backend for engine='captured', which runs it"
+        " without that backend. For engine='eager', and for other models and functions in the step, give it the code as"
+        " it was before torch.compile or .compile() was called."
     )
 
 

@@ -88,9 +88,7 @@ class TrainingStep:
         self.inputs: list[Tensor] = []
         #: Number of backwards of other models before the model's own, whose forwards of the model are not visited.
         self.num_skipped = 0
-        check_not_compiled(
-            model, self.reached.used_modules, self.reached.compiled, is_sharded=bool(self.shards)
-        )
+        check_not_compiled(model, self.reached.used_modules, self.reached.compiled)
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
         #: Gives the first of some runs the random numbers that all begin with; by default, those that come next.
