@@ -142,7 +142,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "Llama": llama,
     "ViT": vit,
 }
-SLACK = {"GPT": 512, "Llama": 512}
+SLACK = {"GPT": 512, "Llama": 512, "U-Net": 512}
 """A backward is taken to need the gradients of all parameters at once; the last ones come when room is free."""
 
 
