@@ -20,7 +20,7 @@ __all__ = ["first_units", "plan_by_hand", "recomputable_units", "recomputing", "
 
 _LARGE = 0.1
 _NEARLY = 100
-"""On a GPU peaks may be predicted too high by this part of the budget: blocks are taken to be as large as they can be."""
+"""On a GPU peaks may be predicted too high by such a part: blocks are taken to be as large as they can be."""
 
 
 def recomputable_units(profile: Profile) -> list[int]:
