@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +18,20 @@ from recoup.errors import RecoupWarning
 from recoup.plans.profile import Profile
 
 WIDTH, NUM_BLOCKS = 32, 5
+_is_thorough = False
 
 
-def on_ranks(num_ranks: int, *checks: Callable[[int], None]) -> None:
+def on_ranks(num_ranks: int, *checks: Callable[[int], None], is_thorough: bool = False) -> None:
     """Runs checks one after the other in fresh processes, which can import what is directly in ``tests``."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(_run, (num_ranks, store.port, checks), nprocs=num_ranks)
+    torch.multiprocessing.spawn(_run, (num_ranks, store.port, checks, is_thorough), nprocs=num_ranks)
 
 
-def _run(rank: int, num_ranks: int, port: int, checks: tuple[Callable[[int], None], ...]) -> None:
+def _run(
+    rank: int, num_ranks: int, port: int, checks: tuple[Callable[[int], None], ...], is_thorough: bool
+) -> None:
+    global _is_thorough
+    _is_thorough = is_thorough
     torch.set_num_threads(1)
     warnings.simplefilter("error", RecoupWarning)
     store = dist.TCPStore("127.0.0.1", port)
@@ -40,6 +46,14 @@ def _run(rank: int, num_ranks: int, port: int, checks: tuple[Callable[[int], Non
             dist.destroy_process_group()
     # Threads of gloo's may outlive their group, and end the process with an error when it exits.
     os._exit(0)
+
+
+def combined(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All combinations where checks are thorough; otherwise as few as have every value of each."""
+    if _is_thorough:
+        return list(itertools.product(*values))
+    number = max(map(len, values))
+    return [tuple(own[index % len(own)] for own in values) for index in range(number)]
 
 
 class Block(nn.Module):

@@ -27,6 +27,7 @@ from on_ranks import (
     assert_same,
     batch_of,
     between,
+    combined,
     gradients,
     local,
     loss_of,
@@ -458,16 +459,16 @@ def sharded_with_small_batches(rank: int) -> None:
     ):
         fitted = recoup.fit(model, batch_of(rank, size=2), budget="1GiB", loss=loss_of)
         assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
-    for settings in ({}, stays, mixed, stays | mixed):
-        for prepare in (_gather_two_ahead, lambda model: model):
-            batch, model = batch_of(rank, size=2), prepare(_shard(make_model(), **settings))
-            fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of)
-            assert fitted.verification.gradients == "bit-equal"
-            assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes, settings
-            expected, num_gathers = _train_counting(prepare(_shard(make_model(), **settings)), batch)
-            found, number = _train_counting(recoup.apply(model, UniformSegments(2)), batch)
-            assert_same(found, expected)
-            assert number == num_gathers
+    ways = (_gather_two_ahead, lambda model: model)
+    for settings, prepare in combined(({}, stays, mixed, stays | mixed), ways):
+        batch, model = batch_of(rank, size=2), prepare(_shard(make_model(), **settings))
+        fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of)
+        assert fitted.verification.gradients == "bit-equal"
+        assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes, settings
+        expected, num_gathers = _train_counting(prepare(_shard(make_model(), **settings)), batch)
+        found, number = _train_counting(recoup.apply(model, UniformSegments(2)), batch)
+        assert_same(found, expected)
+        assert number == num_gathers
 
 
 def _accumulated_peak(model: Net, batch: Tensor, *, is_reducing: bool) -> int:
@@ -492,27 +493,26 @@ def _accumulated_peak(model: Net, batch: Tensor, *, is_reducing: bool) -> int:
 def sharded_and_accumulating(rank: int) -> None:
     """Shares of the gradients are there from the start, or all of them; parameters get gradients of their own too."""
     stays, mixed = _SETTINGS[1], _SETTINGS[3]
-    for settings, accumulates in itertools.product(({}, stays, mixed), (True, "unreduced")):
-        for size in (2, 64):
-            batch, model = batch_of(rank, size), _shard(make_model(), **settings)
-            profile = recoup.measure(model, batch, loss=loss_of, accumulates=accumulates)
-            for budget in (recoup.minimum_budget(profile), profile.plain_bytes):
-                fitted = recoup.fit(
-                    model,
-                    batch,
-                    budget=find_ranks().largest(budget),
-                    loss=loss_of,
-                    accumulates=accumulates,
-                    race=False,
-                )
-                predicted = fitted.plan.predicted_bytes
-                assert predicted == pytest.approx(fitted.verification.peak_bytes, rel=1e-3), settings
-                assert fitted.plan.keeps_everything or predicted < profile.plain_bytes
-                assert fitted.verification.gradients == "bit-equal"
-                peak_bytes = _accumulated_peak(model, batch, is_reducing=accumulates is True)
-                largest_bytes = find_ranks().largest(peak_bytes)
-                assert largest_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
-                recoup.remove(model)
+    for settings, accumulates, size in combined(({}, stays, mixed), ("unreduced", True), (2, 64)):
+        batch, model = batch_of(rank, size), _shard(make_model(), **settings)
+        profile = recoup.measure(model, batch, loss=loss_of, accumulates=accumulates)
+        for budget in (recoup.minimum_budget(profile), profile.plain_bytes):
+            fitted = recoup.fit(
+                model,
+                batch,
+                budget=find_ranks().largest(budget),
+                loss=loss_of,
+                accumulates=accumulates,
+                race=False,
+            )
+            predicted = fitted.plan.predicted_bytes
+            assert predicted == pytest.approx(fitted.verification.peak_bytes, rel=1e-3), settings
+            assert fitted.plan.keeps_everything or predicted < profile.plain_bytes
+            assert fitted.verification.gradients == "bit-equal"
+            peak_bytes = _accumulated_peak(model, batch, is_reducing=accumulates is True)
+            largest_bytes = find_ranks().largest(peak_bytes)
+            assert largest_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
+            recoup.remove(model)
     # Gradients that wait to be reduced could not be put back.
     model = _shard(make_model())
     for is_reducing, said in ((False, "does not reduce gradients"), (True, "wait to be reduced")):
@@ -599,15 +599,14 @@ def _assert_exact(rank: int, make: Callable[[], nn.Module], *, size: int, accumu
 
 def sharded_in_groups(rank: int) -> None:
     """Modules of several units that are gathered as one, or by themselves, or with the root: to the byte."""
-    for settings, way in itertools.product(({}, _SETTINGS[3]), _WAYS):
-        for accumulates, size in ((False, 1), (False, 24), ("unreduced", 1)):
-            make = partial(_shard_decoder, way, **settings)
-            _assert_exact(rank, make, size=size, accumulates=accumulates)
+    steps = ((False, 1), (False, 24), ("unreduced", 1))
+    for settings, way, (accumulates, size) in combined(({}, _SETTINGS[3]), tuple(_WAYS), steps):
+        _assert_exact(rank, partial(_shard_decoder, way, **settings), size=size, accumulates=accumulates)
 
 
 def sharded_with_a_root_that_is_freed(rank: int) -> None:
     """After its forward, as all others: it is not there while the loss is computed."""
-    for way, size in itertools.product(("gathered twice", "the root"), (1, 24)):
+    for way, size in combined(("gathered twice", "the root"), (1, 24)):
         _assert_exact(rank, partial(_shard_decoder, way, **_SETTINGS[2]), size=size)
 
 
@@ -670,20 +669,18 @@ def _train_micro_batches(model: Net, batch: Tensor) -> dict[str, Tensor]:
 
 def sharded_with_lasting_parameters(rank: int) -> None:
     """They stay gathered after a backward, and the next micro-batch begins with them: to the byte."""
-    for settings in ({}, _KEPT, _SETTINGS[3]):
-        for size, accumulates in ((2, False), (64, False), (2, True), (2, "unreduced")):
-            batch, model = batch_of(rank, size), _shard_lasting(make_model(), **settings)
-            fitted = recoup.fit(
-                model, batch, budget="1GiB", loss=loss_of, accumulates=accumulates, race=False
-            )
-            assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
-            assert fitted.verification.gradients == "bit-equal"
-            # Nothing of the fit's own steps stays gathered.
-            assert all(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
-            if accumulates is True:
-                model.set_is_last_backward(True)
-                peak_bytes = find_ranks().largest(_accumulated_peak(model, batch, is_reducing=True))
-                assert peak_bytes == pytest.approx(fitted.plan.predicted_bytes, rel=0.01)
+    steps = ((2, False), (64, False), (2, True), (2, "unreduced"))
+    for settings, (size, accumulates) in combined(({}, _KEPT, _SETTINGS[3]), steps):
+        batch, model = batch_of(rank, size), _shard_lasting(make_model(), **settings)
+        fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, accumulates=accumulates, race=False)
+        assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
+        assert fitted.verification.gradients == "bit-equal"
+        # Nothing of the fit's own steps stays gathered.
+        assert all(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+        if accumulates is True:
+            model.set_is_last_backward(True)
+            peak_bytes = find_ranks().largest(_accumulated_peak(model, batch, is_reducing=True))
+            assert peak_bytes == pytest.approx(fitted.plan.predicted_bytes, rel=0.01)
 
     def make(way: str) -> nn.Module:
         model = _shard_decoder(way)
@@ -728,12 +725,12 @@ def sharded_with_lasting_parameters(rank: int) -> None:
 def sharded_to_larger_shards(rank: int) -> None:
     """Between forward and backward, with an integer for ``reshard_after_forward``: to the byte."""
     settings: dict[str, Any] = {"reshard_after_forward": 2}
-    for more in ({}, _SETTINGS[3]):
-        for size, prepare in ((2, _gather_two_ahead), (64, lambda model: model)):
-            batch, model = batch_of(rank, size), prepare(_shard(make_model(), **settings, **more))
-            fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, race=False)
-            assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
-            assert fitted.verification.gradients == "bit-equal"
+    ways = ((2, _gather_two_ahead), (64, lambda model: model))
+    for more, (size, prepare) in combined(({}, _SETTINGS[3]), ways):
+        batch, model = batch_of(rank, size), prepare(_shard(make_model(), **settings, **more))
+        fitted = recoup.fit(model, batch, budget="1GiB", loss=loss_of, race=False)
+        assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes
+        assert fitted.verification.gradients == "bit-equal"
     for way, accumulates in (("gathered twice", True), ("one by one", "unreduced"), ("the root", False)):
         make = partial(_shard_decoder, way, **settings, **_SETTINGS[3])
         _assert_exact(rank, make, size=1, accumulates=accumulates)

@@ -95,6 +95,18 @@ def test_two_ranks_with_other_settings_of_fsdp2() -> None:
 
 
 @pytest.mark.slow
+def test_two_ranks_with_all_combinations_of_settings() -> None:
+    checks = (
+        sharded_with_small_batches,
+        sharded_in_groups,
+        sharded_and_accumulating,
+        sharded_with_a_root_that_is_freed,
+        sharded_with_lasting_parameters,
+    )
+    on_ranks(2, *checks, is_thorough=True)
+
+
+@pytest.mark.slow
 def test_two_ranks_that_capture_and_compile_in_every_setting() -> None:
     on_ranks(2, compiled_and_sharded, sharded_and_captured_in_every_setting)
 
@@ -130,3 +142,8 @@ def test_nobody_looks_for_failures_after_the_last_step() -> None:
 
 def test_four_ranks() -> None:
     on_ranks(4, exchanges, wrapped_after_fitting, sharded_over_replicas, sharded_to_larger_shards)
+
+
+@pytest.mark.slow
+def test_four_ranks_with_all_combinations_of_settings() -> None:
+    on_ranks(4, sharded_to_larger_shards, is_thorough=True)
