@@ -514,7 +514,7 @@ def sharded_and_accumulating(rank: int) -> None:
             assert largest_bytes == pytest.approx(fitted.verification.peak_bytes, rel=0.01)
             recoup.remove(model)
     # Gradients that wait to be reduced could not be put back.
-    model = _shard(make_model())
+    batch, model = batch_of(rank, 64), _shard(make_model())
     for is_reducing, said in ((False, "does not reduce gradients"), (True, "wait to be reduced")):
         model.set_requires_gradient_sync(is_reducing)
         with pytest.raises(SampleError, match=said):
