@@ -41,6 +41,8 @@ What does no harm by itself, but is not what the user may expect, is a `RecoupWa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "ApplyError",
     "BudgetError",
@@ -165,7 +167,15 @@ class HardwareError(FitError, ValueError):
 
 
 class VerificationError(FitError, RuntimeError):
-    """A real step under the plan that passes the budget, or whose gradients differ from the plain step's."""
+    """A real step under the plan that passes the budget, or whose gradients differ from the plain step's.
+
+    Attributes:
+        gradients: the names of the parameters whose gradients generated code got wrong; empty for other errors.
+    """
+
+    def __init__(self, message: str, *, gradients: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.gradients = tuple(gradients)
 
 
 class OverBudgetError(VerificationError):

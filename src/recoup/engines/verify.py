@@ -178,7 +178,8 @@ def _compare_generated(
     if wrong := too_far(found, () if steps.draws else rounding):
         raise VerificationError(
             f"Under the plan the gradient of {list_drifts(wrong)} differs from that of the compiled step with"
-            " everything kept by more than rounding. Fit with engine='captured' or 'eager'."
+            " everything kept by more than rounding. Fit with engine='captured' or 'eager'.",
+            gradients=[drift.name for drift in wrong],
         )
     return tuple(found), (
         f"relative error up to {_largest(found):.2g} to the compiled step with everything kept, {against}{drawn}"

@@ -29,6 +29,7 @@ from recoup.errors import (
     VerificationError,
 )
 from recoup.fitting.by_size import check_calls, fit_sizes, measure_like
+from recoup.fitting.wrong_code import WrongCodeError, without, wrong_cut
 from recoup.measuring.choosing import Choice
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.accumulation import Accumulates, read_accumulation
@@ -56,6 +57,8 @@ _MOST_HALVINGS = 4
 _NEAR = 1.01
 """A prediction that is no further above the measured peak than this leaves nothing to look for."""
 _MOST_SPLITS = 4
+_MOST_WRONG = 3
+"""Cuts whose generated code is wrong are left out, so many at the most."""
 _MOST_TRIAL_S = 30.0
 """A refusal is not verified on a longer step: under the smallest budgets, replays of deep models nest deeply."""
 
@@ -163,14 +166,8 @@ class Fitting:
         for profile, audit in self._profiles(units):
             tried.append((profile, audit))
             note("planning", 0, 1)
-            try:
-                chosen, rivals = self._plan(profile, budget_bytes)
-            except BudgetError:
-                continue
-            if not verifies:
-                return chosen, audit, None
-            if (verified := self._verify(chosen, rivals)) is not None:
-                return verified[0], audit, verified[1]
+            if (found := self._fit_profile(profile, budget_bytes, verifies=verifies)) is not None:
+                return found[0], audit, found[1]
         least = sorted(
             ((tightest(profile), audit) for profile, audit in tried), key=lambda one: smallest_budget(one[0])
         )
@@ -184,6 +181,32 @@ class Fitting:
             refused.append((chosen, seen))
         chosen, peak_bytes = min(refused, key=lambda one: smallest_budget(*one))
         raise refusal(chosen, budget_bytes, measured_bytes=peak_bytes)
+
+    def _fit_profile(
+        self, profile: Profile, budget_bytes: int, *, verifies: bool
+    ) -> tuple[ModelPlan, Verification | None] | None:
+        """The plan, verified; ``None`` if none holds the budget. Cuts whose generated code is wrong are left out.
+
+        Raises:
+            VerificationError: gradients are wrong.
+        """
+        left_out: list[str] = []
+        while True:
+            try:
+                chosen, rivals = self._plan(profile, budget_bytes)
+            except BudgetError:
+                return None
+            if not verifies:
+                return chosen, None
+            try:
+                found = self._verify(chosen, rivals)
+            except WrongCodeError as error:
+                if len(left_out) == _MOST_WRONG:
+                    raise
+                left_out.append(error.reason)
+                profile = without(profile, error.recipe)
+                continue
+            return found and (found[0], replace(found[1], notes=(*found[1].notes, *left_out)))
 
     def run_sizes(
         self, chosen: ModelPlan, others: Sequence[TrainingStep], *, verifies: bool
@@ -334,7 +357,14 @@ class Fitting:
     def _race(self, candidates: list[Candidate]) -> tuple[ModelPlan, Verification] | int:
         """The plan that wins, verified; or, where a real step passes the budget, that step's peak in bytes."""
         ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
-        seen = self._try(ran.winner, ran)
+        try:
+            seen = self._try(ran.winner, ran)
+        except VerificationError as error:
+            # Ranks may find different gradients wrong.
+            wrong = wrong_cut(self.step.model, ran.winner, error.gradients) if self.ranks.size == 1 else None
+            if wrong is None:
+                raise
+            raise WrongCodeError(error, *wrong) from None
         return seen if isinstance(seen, int) else self._or_keep_everything(ran.winner, seen, ran)
 
     def _or_keep_everything(

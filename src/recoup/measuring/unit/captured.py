@@ -11,14 +11,21 @@ from torch.fx import Node
 
 from recoup.capture.options import cuts_of, with_steady_cuts
 from recoup.capture.run import capture, refusing
+from recoup.devices.meter import device_of
 from recoup.errors import CaptureError
 from recoup.measuring.unit.one_unit import forward_and_backward
 from recoup.model.cut_graph import gradients_from, seeded
 from recoup.model.recipe import KEEP, Recipe, run_recipe, unwrapped
 from recoup.model.streaming import UnitCall
 from recoup.model.undo import hold_attributes
+from recoup.torch_private import allocations_seen
 
 __all__ = ["captured_recipes", "is_further_cut", "run_once"]
+
+_UNSEEN = (
+    "on a CPU what its generated code allocates could not be counted, because torch forgets the code or generates C++"
+    " around it: unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and TORCHINDUCTOR_CPP_WRAPPER"
+)
 
 
 def captured_recipes(
@@ -44,8 +51,11 @@ def captured_recipes(
     graph = capture(engine, unwrapped(call.fn), args, kwargs, settings, again=partial(_next_step, call))
     cuts = with_steady_cuts(graph, cuts_of(graph, engine, seconds_of, settings))
     recipes = [Recipe(cut=cut) for cut in cuts]
-    with refusing():
+    seen: list[bool] = []
+    with refusing(), allocations_seen(lambda _: seen.append(True)):
         with_gradient = _with_gradient(call, recipes[0], wanted)
+    if not seen and engine == "compiled" and device_of(call.module, (call.args, call.kwargs)).type == "cpu":
+        raise CaptureError(_UNSEEN)
     if new := with_gradient - _with_gradient(call, KEEP, wanted):
         raise CaptureError(
             f"{min(new)} gets no gradient in the step, and would get zeros, which optimizers treat otherwise"
