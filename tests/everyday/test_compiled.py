@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from everyday.subjects import Block, Classifier, budget_for, examples, loss_of_examples
+from everyday.subjects import Classifier, budget_for, examples, loss_of_examples
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,23 +76,7 @@ def forwards(model: Classifier, graphs: Graphs) -> nn.Module:
     return model
 
 
-def function(model: Classifier, graphs: Graphs) -> nn.Module:
-    """A compiled function that blocks call, as of flex attention."""
-    compiled = torch.compile(lambda x: F.gelu(x) * x, backend=graphs)
-
-    class Fused(Block):
-        def __init__(self) -> None:
-            super().__init__(32)
-            self.activation = compiled
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(self.activation(self.up(self.norm(x))))
-
-    model.blocks = nn.ModuleList(Fused() for _ in range(3))
-    return model
-
-
-KINDS = [whole, in_place, blocks, wrapped_blocks, forwards, function]
+KINDS = [whole, in_place, blocks, wrapped_blocks, forwards]
 
 
 @pytest.mark.parametrize(
@@ -169,18 +153,6 @@ def test_a_compiled_teacher_in_a_step() -> None:
     with torch.no_grad():
         teacher(x)
     assert (graphs.num_compiled, graphs.num_runs) == (before[0], before[1] + 1)
-
-
-def test_a_compiled_loss_and_a_compiled_step() -> None:
-    graphs, batch = Graphs(), examples()
-    model = Classifier()
-    with pytest.raises(SampleError, match="compiled"):
-        recoup.fit(model, batch, budget="1GiB", loss=torch.compile(F.cross_entropy, backend=graphs))
-    with pytest.raises(SampleError, match="compiled"):
-        recoup.fit(
-            model, step=torch.compile(lambda: loss_of_examples(model, batch), backend=graphs), budget="1GiB"
-        )
-    assert graphs.num_compiled == 0
 
 
 def test_other_compiled_code_in_the_process_is_left_alone() -> None:

@@ -172,4 +172,8 @@ def test_names_of_what_modules_hold() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     for module in (model, model[0]):
         module.training_step = torch.compile(count, backend="eager")
-    assert Reached([], known=model).compiled == ["model.training_step", "model.0.training_step"]
+    found = Reached([], known=model).compiled
+    assert found == [
+        ("model.training_step", model.training_step),
+        ("model.0.training_step", model[0].training_step),
+    ]

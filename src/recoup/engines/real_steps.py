@@ -24,6 +24,7 @@ from recoup.model.caches import CachelessForward, without_caches
 from recoup.model.optimizer_state import all_state_storages, state_bytes_of
 from recoup.model.replace_forward import installed, suspended
 from recoup.model.step import TrainingStep
+from recoup.model.tracing import compiled_functions_off
 from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.tensors import local_part
@@ -102,7 +103,9 @@ class RealSteps:
     def eagerly(self) -> Iterator[None]:
         """The same without graphs."""
         cacheless = self._cacheless()
-        with suspended(self.step.model), cacheless:
+        # The user's compiled functions draw other numbers than graphs do into which they were taken.
+        draws = self.draws and bool(self.step.compiled)
+        with suspended(self.step.model), cacheless, compiled_functions_off() if draws else nullcontext():
             yield
 
     @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from recoup.devices.tracker import MemoryTracker
 from recoup.errors import SampleError
 from recoup.model.sharded import class_before_sharding
 from recoup.model.step import TrainingStep
+from recoup.model.tracing import compiled_functions_off
+from recoup.snapshot.own_code import original_of_compiled
 from recoup.tensors import storages
 
 __all__ = [
@@ -117,10 +121,12 @@ _NO_GRAPH = "does not require grad"
 def _watch_calls(step: TrainingStep) -> ModuleCall:
     root = ModuleCall("", step.model)
     with (
+        # The compiler would compile the hooks that note calls, too, and give up after some of them.
+        compiled_functions_off(),
         step.shards.alone(),
         step.finding_writes(),
         MemoryTracker() as memory,
-        _calls_noted(root, module_names(step.model), memory),
+        _calls_noted(root, module_names(step.model), memory, _compiled_codes(step)),
     ):
         step.run_unchecked()
     step.inputs = [
@@ -133,12 +139,40 @@ def _watch_calls(step: TrainingStep) -> ModuleCall:
     return root
 
 
+def _compiled_codes(step: TrainingStep) -> dict[CodeType, str]:
+    """The code of the compiled functions that a step can reach, with their names."""
+    originals = {name: original_of_compiled(function) for name, function in step.compiled}
+    return {
+        code: name for name, original in originals.items() if (code := getattr(original, "__code__", None))
+    }
+
+
+def _check_not_in(compiled: dict[CodeType, str], module: str) -> None:
+    """Refuses a call of a module by a compiled function, in which nothing of it can be seen.
+
+    Raises:
+        SampleError: it is called there.
+    """
+    frame = sys._getframe() if compiled else None
+    while frame is not None:
+        if (name := compiled.get(frame.f_code)) is not None:
+            raise SampleError(
+                f"The compiled function {name!r} calls the module {module or 'model'!r}, where recoup cannot see it."
+                " Compile the module itself instead (module.compile(), or torch.compile on its forward), which"
+                " engine='auto' plans; compiled functions that call no modules run as they are."
+            )
+        frame = frame.f_back
+
+
 @contextmanager
-def _calls_noted(root: ModuleCall, names: dict[nn.Module, str], memory: MemoryTracker) -> Iterator[None]:
+def _calls_noted(
+    root: ModuleCall, names: dict[nn.Module, str], memory: MemoryTracker, compiled: dict[CodeType, str]
+) -> Iterator[None]:
     stack = [root]
 
     def enter(module: nn.Module, args: Any) -> None:
         if module in names:
+            _check_not_in(compiled, names[module])
             call = ModuleCall(names[module], module, made_bytes=-memory.made_bytes)
             stack[-1].inside.append(call)
             stack.append(call)

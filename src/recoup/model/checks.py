@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,9 @@ from recoup.errors import FitError, SampleError
 from recoup.model.sharded import is_fsdp1
 from recoup.model.uncompile import runs_eagerly
 from recoup.snapshot.own_code import is_compiled_function
+from recoup.torch_private import CUDA_GRAPHS, all_compiler_settings
 
-__all__ = ["check_model", "check_not_compiled"]
+__all__ = ["check_compiled_functions", "check_model", "check_not_compiled"]
 
 
 def check_model(model: Any, error: type[FitError] = SampleError) -> None:
@@ -47,33 +49,50 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
             )
 
 
-def check_not_compiled(model: nn.Module, others: Iterable[nn.Module], functions: Sequence[str]) -> None:
-    """Refuses compiled code, whose inside cannot be measured: it is replaced by units that are captured, or not at all.
+def check_not_compiled(model: nn.Module, others: Iterable[nn.Module]) -> None:
+    """Refuses compiled modules, whose inside cannot be measured: units that are captured replace them, or nothing does.
 
     Args:
         model: to be measured.
         others: further models that its step uses.
-        functions: the names of compiled functions that the step can reach.
 
     Raises:
-        SampleError: the model, a module in it, another one that the step uses, or a function is compiled.
+        SampleError: the model, a module in it, or another one that the step uses is compiled.
     """
     for root in (model, *others):
         names = [name or type(root).__name__ for name, module in root.named_modules() if _is_compiled(module)]
         if names:
             more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
-            raise _compiled(f"{names[0]!r}{more}")
-    if functions:
-        raise _compiled(f"{functions[0]!r} is")
+            raise SampleError(
+                f"{names[0]!r}{more} compiled. recoup.fit plans a model that was compiled, whole or in part, with"
+                " torch's own backend (inductor) for engine='auto' or 'compiled', and one with another backend for"
+                " engine='captured', which runs it without that backend. For engine='eager', and for other models in"
+                " the step, give it the code as it was before torch.compile or .compile() was called."
+            )
 
 
-def _compiled(what: str) -> SampleError:
-    return SampleError(
-        f"{what} compiled. recoup.fit plans a model that was compiled, whole or in part, with torch's own backend"
-        " (inductor) for engine='auto' or 'compiled', and one with another backend for engine='captured', which runs it"
-        " without that backend. For engine='eager', and for other models and functions in the step, give it the code as"
-        " it was before torch.compile or .compile() was called."
-    )
+def check_compiled_functions(functions: Iterable[tuple[str, Any]], step: Any) -> None:
+    """Refuses compiled functions that a step cannot be measured with; others run as they are.
+
+    Args:
+        functions: that the step can reach, with their names.
+        step: the user's callable for a whole step, if there is one.
+
+    Raises:
+        SampleError: the step itself is compiled, or a function uses CUDA graphs.
+    """
+    if is_compiled_function(step.func if isinstance(step, partial) else step):
+        raise SampleError(
+            "step= is compiled: the modules that it calls could not be told apart. Give the function as it was before"
+            " torch.compile; the model, and functions that the step calls, may be compiled."
+        )
+    for name, function in functions:
+        if (all_compiler_settings(function) or {}).get(CUDA_GRAPHS):
+            raise SampleError(
+                f"{name!r} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), whose memory lies"
+                " outside of the budget, and whose results the next call overwrites. Compile it without:"
+                " mode='default' or mode='max-autotune-no-cudagraphs'."
+            )
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -10,11 +10,11 @@ from torch import nn
 
 from recoup.errors import RecoupWarning
 from recoup.model.uncompile import compiled_code
-from recoup.torch_private import compiler_settings
+from recoup.torch_private import CUDA_GRAPHS, compiler_settings
 
 __all__ = ["settings_to_take_over"]
 
-_DYNAMIC, _CUDA_GRAPHS = "dynamic", "triton.cudagraphs"
+_DYNAMIC = "dynamic"
 
 
 def settings_to_take_over(model: nn.Module) -> str:
@@ -31,8 +31,8 @@ def settings_to_take_over(model: nn.Module) -> str:
         if settings is None:
             left.append("the backend of the user's, instead of which torch's own (inductor) generates code")
             continue
-        if settings.pop(_CUDA_GRAPHS, False):
-            left.append(f"CUDA graphs ({_CUDA_GRAPHS}), whose memory lies outside of the budget")
+        if settings.pop(CUDA_GRAPHS, False):
+            left.append(f"CUDA graphs ({CUDA_GRAPHS}), whose memory lies outside of the budget")
         if settings.get(_DYNAMIC):
             left.append("dynamic=True: units are compiled for the sample's sizes, and again for others")
             del settings[_DYNAMIC]

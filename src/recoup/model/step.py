@@ -14,19 +14,20 @@ from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
 from recoup.model.caches import without_caches
-from recoup.model.checks import check_model, check_not_compiled
+from recoup.model.checks import check_compiled_functions, check_model, check_not_compiled
 from recoup.model.history import has_graph_to_free
 from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.model.preserve import gradient_owners, preserving
 from recoup.model.replace_forward import suspended
 from recoup.model.samples import Sample, describe_sample, read_sample
 from recoup.model.sharded import Shards
+from recoup.model.uncompile import without_forwards
 from recoup.model.wrappers import NO_BUCKETS, Buckets
 from recoup.ranks import ALONE, Ranks
 from recoup.snapshot.reachable import Reached, hooks_of
 from recoup.snapshot.writes import Writes
 from recoup.tensors import graph_nodes, is_divided, tensors_in
-from recoup.torch_private import without_modes
+from recoup.torch_private import load_code_cache, without_modes
 
 __all__ = ["TrainingStep"]
 
@@ -88,7 +89,12 @@ class TrainingStep:
         self.inputs: list[Tensor] = []
         #: Number of backwards of other models before the model's own, whose forwards of the model are not visited.
         self.num_skipped = 0
-        check_not_compiled(model, self.reached.used_modules, self.reached.compiled)
+        check_not_compiled(model, self.reached.used_modules)
+        #: Compiled functions that its code can reach, with their names. They run as they are.
+        self.compiled = without_forwards(self.reached.compiled, model)
+        check_compiled_functions(self.compiled, step)
+        if self.compiled:
+            load_code_cache()
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])
         #: Gives the first of some runs the random numbers that all begin with; by default, those that come next.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +18,13 @@ from recoup.torch_private import (
     top_saved_tensor_hooks,
 )
 
-__all__ = ["is_in_torch_checkpoint", "is_recomputed_by_others", "is_traced", "recomputes_itself"]
+__all__ = [
+    "compiled_functions_off",
+    "is_in_torch_checkpoint",
+    "is_recomputed_by_others",
+    "is_traced",
+    "recomputes_itself",
+]
 
 _NO_TASK = -1
 
@@ -36,6 +45,12 @@ def is_traced() -> bool:
         or current_transform() is not None
         or is_fx_tracing()
     )
+
+
+def compiled_functions_off() -> AbstractContextManager[None]:
+    """A block in which what torch.compile made runs eagerly: on tensors without memory its code ends the process."""
+    # Without this module nothing was compiled, and importing it takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def is_recomputed_by_others() -> bool:

@@ -6,7 +6,7 @@ What `torch.compile` and `Module.compile` made comes back when the plan is remov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from recoup.model.replace_forward import StandIn, install, installed, own_forward, uninstall
-from recoup.snapshot.own_code import is_compiled_function
+from recoup.snapshot.own_code import is_compiled_function, original_of_compiled
 from recoup.torch_private import all_compiler_settings
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "runs_eagerly",
     "uncompile",
     "uncompiled",
+    "without_forwards",
 ]
 
 _HIDDEN = "_recoup_compiled_call"
@@ -149,6 +150,13 @@ def runs_eagerly(module: nn.Module) -> bool:
     return isinstance(forward, EagerForward)
 
 
+def without_forwards(functions: Iterable[tuple[str, Any]], model: nn.Module) -> list[tuple[str, Any]]:
+    """Of compiled functions with their names, those that are no module's forward."""
+    forwards = [own_forward(module) for module in model.modules()]
+    known = {id(getattr(forward, "__func__", forward)) for forward in forwards}
+    return [(name, function) for name, function in functions if id(function) not in known]
+
+
 def _hidden(module: nn.Module) -> Any:
     holder = vars(module).get(_HIDDEN)
     return holder.call if holder is not None else None
@@ -163,7 +171,7 @@ def _eager(module: nn.Module) -> Any:
     inner = module._modules.get(_INNER)
     if inner is not None:
         return inner.__call__
-    compiled = vars(module)["forward"]
-    original = compiled._torchdynamo_orig_callable
-    # What is set on an instance is called without it, unless it was bound to it.
+    compiled = own_forward(module)
+    original = original_of_compiled(compiled)
+    # What is set on an instance is called without it, unless it was bound to it; a method of the class always is.
     return MethodType(original, module) if isinstance(compiled, MethodType) else original

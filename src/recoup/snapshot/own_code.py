@@ -26,6 +26,7 @@ __all__ = [
     "is_machinery",
     "is_own",
     "methods_of_forward",
+    "original_of_compiled",
     "package_of",
     "slots_of",
 ]
@@ -157,3 +158,8 @@ def is_compiled_function(function: Any) -> bool:
     # What the compiler is told to leave alone has the first name, too.
     names = {"_torchdynamo_orig_callable", "get_compiler_config"}
     return isinstance(function, FunctionType) and names <= vars(function).keys()
+
+
+def original_of_compiled(function: Any) -> Any:
+    """What torch.compile made a compiled function of; for a method, not bound to its object."""
+    return getattr(function, "__func__", function)._torchdynamo_orig_callable

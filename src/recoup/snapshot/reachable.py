@@ -94,7 +94,7 @@ class Reached:
         tensors: outside of models and of optimizers' own state.
         leaves: those of them that get gradients.
         iterators: with their names.
-        compiled: the names of functions that torch.compile made.
+        compiled: functions that torch.compile made, with their names.
 
     >>> losses = []
     >>> reached = Reached([("log", {"losses": losses})])
@@ -118,7 +118,7 @@ class Reached:
         self.tensors: list[Tensor] = []
         self.leaves: list[Tensor] = []
         self.iterators: list[tuple[str, Any]] = []
-        self.compiled: list[str] = []
+        self.compiled: list[tuple[str, Any]] = []
         # Names that the user's code reads, and what waits for them to be read.
         self._names = {"forward"}
         self._unread: dict[str, list[tuple[str, Any, bool, int]]] = {}
@@ -167,7 +167,7 @@ class Reached:
             return
         self._seen[id(value)] = value
         if is_compiled_function(value) and not self._is_rest:
-            self.compiled.append(name)
+            self.compiled.append((name, value))
         match value:
             case FunctionType():
                 self._visit_function(value, is_own)

@@ -295,6 +295,10 @@ def _copied_with_storage(tensor: Tensor) -> Tensor:
     return copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+CUDA_GRAPHS = "triton.cudagraphs"
+"""Among the settings of torch's compiler."""
+
+
 def all_compiler_settings(compiled: Any) -> dict[str, Any] | None:
     """All settings of what `torch.compile` made; ``None`` for another backend than torch's own."""
     read = getattr(compiled, "get_compiler_config", None)
@@ -463,14 +467,7 @@ _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cuda")
 @contextmanager
 def allocations_seen(see: Callable[[Tensor], None]) -> Iterator[None]:
     """Shows what generated code allocates, which it does without an operation."""
-    cache = sys.modules.get("torch._inductor.codecache")
-    loaded = [] if cache is None else cache.PyCodeCache.modules
-    before = [
-        (module, name, getattr(module, name))
-        for module in loaded
-        for name in _ALLOCATORS
-        if hasattr(module, name)
-    ]
+    originals: dict[tuple[Any, str], Any] = {}
 
     def shown(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate(*args: Any) -> Tensor:
@@ -484,13 +481,32 @@ def allocations_seen(see: Callable[[Tensor], None]) -> Iterator[None]:
 
         return allocate
 
-    for module, name, original in before:
-        setattr(module, name, shown(original))
+    def show(module: Any) -> Any:
+        for name in _ALLOCATORS:
+            if hasattr(module, name) and (module, name) not in originals:
+                originals[module, name] = getattr(module, name)
+                setattr(module, name, shown(originals[module, name]))
+        return module
+
+    cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
+    if cache is not None:
+        for module in cache.modules:
+            show(module)
+        # A function of the user's may be compiled in the block.
+        load, own_load = cache.load_by_key_path, vars(cache)["load_by_key_path"]
+        cache.load_by_key_path = lambda *args, **kwargs: show(load(*args, **kwargs))
     try:
         yield
     finally:
-        for module, name, original in before:
+        if cache is not None:
+            cache.load_by_key_path = own_load
+        for (module, name), original in originals.items():
             setattr(module, name, original)
+
+
+def load_code_cache() -> None:
+    """Imports what loads generated code, so that `allocations_seen` shows what is compiled in its block, too."""
+    import torch._inductor.codecache  # noqa: F401
 
 
 def graphs_uncached() -> Any:

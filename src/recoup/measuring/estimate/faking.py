@@ -25,6 +25,7 @@ from recoup.model.calls import module_names
 from recoup.model.preserve import preserving
 from recoup.model.replace_forward import suspended
 from recoup.model.step import TrainingStep
+from recoup.model.tracing import compiled_functions_off
 from recoup.model.units import Units
 from recoup.tensors import map_tensors
 from recoup.torch_private import (
@@ -216,6 +217,7 @@ def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep
     with ExitStack() as stack:
         # For an empty model: the copy may change. What its code shares with the original may not, nor random numbers.
         stack.enter_context(preserving(nn.Module(), reached=step.reached))
+        stack.enter_context(compiled_functions_off())
         stack.enter_context(fakes.mode)
         stack.enter_context(clock)
         if hardware.device_type == "cuda":

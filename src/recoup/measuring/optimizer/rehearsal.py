@@ -16,6 +16,7 @@ from recoup.devices.tracker import MemoryTracker
 from recoup.measuring.copying import copy_with_tensors
 from recoup.measuring.optimizer.one_of_each_kind import rehearse_few
 from recoup.model.optimizer_state import parameters_of, state_storages, with_optimizers_inside
+from recoup.model.tracing import compiled_functions_off
 from recoup.tensors import plain_tensors, storages, tensors_in
 from recoup.torch_private import (
     DataDependentOutputException,
@@ -199,7 +200,7 @@ def _steps(optimizer: Optimizer, devices: frozenset[torch.device]) -> tuple[int,
     """Steps that make the state and use it; returns the scratch of a step, and what they allocated and still hold."""
     scratch_bytes = 0
     is_wrapper = len(with_optimizers_inside(optimizer)) > 1
-    with _RehearsalTracker(devices) as memory:
+    with compiled_functions_off(), _RehearsalTracker(devices) as memory:
         for _ in range(_NUM_WRAPPER_STEPS if is_wrapper else _NUM_STEPS):
             memory.reset_peak()
             optimizer.step()

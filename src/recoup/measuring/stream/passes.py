@@ -67,9 +67,11 @@ class Passes:
             except LeakError as error:
                 self.units = self._split(self._root, error)
         if not structure.calls:
+            compiled = [name for name, _ in self.step.compiled]
+            hidden = f", and that {compiled[0]!r}, which is compiled, does not call it" if compiled else ""
             raise UnitError(
                 "The step runs no module of the model with gradients, so there is nothing to decide about. Check"
-                " step= and torch.no_grad around the model."
+                f" step= and torch.no_grad around the model{hidden}."
             )
         self._names = tuple(seen.name for seen in structure.calls)
         return structure
