@@ -206,7 +206,9 @@ class Fitting:
                 left_out.append(error.reason)
                 profile = without(profile, error.recipe)
                 continue
-            return found and (found[0], replace(found[1], notes=(*found[1].notes, *left_out)))
+            if found and left_out:
+                return found[0], replace(found[1], notes=(*found[1].notes, *left_out))
+            return found
 
     def run_sizes(
         self, chosen: ModelPlan, others: Sequence[TrainingStep], *, verifies: bool
