@@ -133,28 +133,6 @@ def test_the_module_inside_may_be_fitted() -> None:
     assert graphs.num_compiled == 0
 
 
-def test_a_compiled_teacher_in_a_step() -> None:
-    """Another model's compiled code would be made eager as well."""
-    graphs, (x, _) = Graphs(), examples()
-    model = Classifier()
-    teacher = torch.compile(copy.deepcopy(model).eval(), backend=graphs)
-    with torch.no_grad():
-        teacher(x)
-    before = (graphs.num_compiled, graphs.num_runs)
-
-    def step() -> None:
-        with torch.no_grad():
-            target = teacher(x)
-        F.mse_loss(model(x), target).backward()
-
-    with pytest.raises(SampleError, match="compiled"):
-        recoup.fit(model, step=step, budget="1GiB")
-    assert (graphs.num_compiled, graphs.num_runs) == before
-    with torch.no_grad():
-        teacher(x)
-    assert (graphs.num_compiled, graphs.num_runs) == (before[0], before[1] + 1)
-
-
 def test_other_compiled_code_in_the_process_is_left_alone() -> None:
     """A model that has nothing to do with the one that is fitted keeps its graphs and runs them."""
     graphs, batch = Graphs(), examples()

@@ -127,6 +127,35 @@ def test_in_a_step_of_the_user_s() -> None:
         recoup.fit(model, step=torch.compile(step), budget="1GiB")
 
 
+@pytest.mark.parametrize("trains_through_it", [False, True], ids=["teacher", "discriminator"])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_another_model_that_is_compiled(is_wrapped: bool, trains_through_it: bool) -> None:
+    (x, _), model, other = make_batch(), make_model(), make_model().eval()
+    if is_wrapped:
+        other = torch.compile(other)
+    else:
+        other.compile()
+
+    def step() -> None:
+        model.zero_grad()
+        if trains_through_it:
+            other(model(x)).square().mean().backward()
+            return
+        with torch.no_grad():
+            target = other(x)
+        F.mse_loss(model(x), target).backward()
+
+    profile = recoup.measure(model, step=step)
+    budget = (recoup.minimum_budget(profile) + profile.plain_bytes) // 2
+    fitted = recoup.fit(model, step=step, budget=budget)
+    assert fitted.verification is not None
+    assert fitted.verification.gradients == "bit-equal"
+    assert fitted.plan.predicted_bytes == fitted.verification.peak_bytes <= budget
+    before = num_graphs()
+    step()
+    assert num_graphs() == before > 0
+
+
 class Hiding(Block):
     @torch.compile
     def feed(self, x: Tensor) -> Tensor:

@@ -49,33 +49,28 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
             )
 
 
-def check_not_compiled(model: nn.Module, others: Iterable[nn.Module]) -> None:
+def check_not_compiled(model: nn.Module) -> None:
     """Refuses compiled modules, whose inside cannot be measured: units that are captured replace them, or nothing does.
 
-    Args:
-        model: to be measured.
-        others: further models that its step uses.
-
     Raises:
-        SampleError: the model, a module in it, or another one that the step uses is compiled.
+        SampleError: the model, or a module in it, is compiled.
     """
-    for root in (model, *others):
-        names = [name or type(root).__name__ for name, module in root.named_modules() if _is_compiled(module)]
-        if names:
-            more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
-            raise SampleError(
-                f"{names[0]!r}{more} compiled. recoup.fit plans a model that was compiled, whole or in part, with"
-                " torch's own backend (inductor) for engine='auto' or 'compiled', and one with another backend for"
-                " engine='captured', which runs it without that backend. For engine='eager', and for other models in"
-                " the step, give it the code as it was before torch.compile or .compile() was called."
-            )
+    names = [name or type(model).__name__ for name, module in model.named_modules() if _is_compiled(module)]
+    if names:
+        more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
+        raise SampleError(
+            f"{names[0]!r}{more} compiled. recoup.fit plans a model that was compiled, whole or in part, with torch's"
+            " own backend (inductor) for engine='auto' or 'compiled', and one with another backend for"
+            " engine='captured', which runs it without that backend. For engine='eager', give it the model as it was"
+            " before torch.compile or .compile() was called."
+        )
 
 
 def check_compiled_functions(functions: Iterable[tuple[str, Any]], step: Any) -> None:
-    """Refuses compiled functions that a step cannot be measured with; others run as they are.
+    """Refuses compiled functions and other models that a step cannot be measured with; others run as they are.
 
     Args:
-        functions: that the step can reach, with their names.
+        functions: that the step can reach, with their names, and what other models in it were compiled to.
         step: the user's callable for a whole step, if there is one.
 
     Raises:

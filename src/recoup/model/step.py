@@ -21,7 +21,7 @@ from recoup.model.preserve import gradient_owners, preserving
 from recoup.model.replace_forward import suspended
 from recoup.model.samples import Sample, describe_sample, read_sample
 from recoup.model.sharded import Shards
-from recoup.model.uncompile import without_forwards
+from recoup.model.uncompile import compiled_code, without_forwards
 from recoup.model.wrappers import NO_BUCKETS, Buckets
 from recoup.ranks import ALONE, Ranks
 from recoup.snapshot.reachable import Reached, hooks_of
@@ -89,11 +89,14 @@ class TrainingStep:
         self.inputs: list[Tensor] = []
         #: Number of backwards of other models before the model's own, whose forwards of the model are not visited.
         self.num_skipped = 0
-        check_not_compiled(model, self.reached.used_modules)
+        check_not_compiled(model)
         #: Compiled functions that its code can reach, with their names. They run as they are.
         self.compiled = without_forwards(self.reached.compiled, model)
-        check_compiled_functions(self.compiled, step)
-        if self.compiled:
+        others = [
+            (type(one).__name__, code) for one in self.reached.used_modules for code in compiled_code(one)
+        ]
+        check_compiled_functions([*self.compiled, *others], step)
+        if self.compiled or others:
             load_code_cache()
         if self.reached.iterators:
             raise _unrepeatable(*self.reached.iterators[0])

@@ -32,6 +32,7 @@ __all__ = [
 _HIDDEN = "_recoup_compiled_call"
 _INNER = "_orig_mod"
 _CALL = "_compiled_call_impl"
+_CALLS_OF_MODULES = {nn.Module.__call__.__code__, nn.Module._call_impl.__code__}
 
 
 class _Hidden:
@@ -151,10 +152,15 @@ def runs_eagerly(module: nn.Module) -> bool:
 
 
 def without_forwards(functions: Iterable[tuple[str, Any]], model: nn.Module) -> list[tuple[str, Any]]:
-    """Of compiled functions with their names, those that are no module's forward."""
+    """Of compiled functions with their names, those that are neither a module's call nor a forward of the model's."""
     forwards = [own_forward(module) for module in model.modules()]
     known = {id(getattr(forward, "__func__", forward)) for forward in forwards}
-    return [(name, function) for name, function in functions if id(function) not in known]
+    return [
+        (name, function)
+        for name, function in functions
+        if id(function) not in known
+        and getattr(original_of_compiled(function), "__code__", None) not in _CALLS_OF_MODULES
+    ]
 
 
 def _hidden(module: nn.Module) -> Any:
