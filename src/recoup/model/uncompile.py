@@ -15,7 +15,7 @@ from torch import nn
 
 from recoup.model.replace_forward import StandIn, install, installed, own_forward, uninstall
 from recoup.snapshot.own_code import is_compiled_function, original_of_compiled
-from recoup.torch_private import all_compiler_settings
+from recoup.torch_private import CALLS_OF_MODULES, all_compiler_settings
 
 __all__ = [
     "compiled_code",
@@ -32,7 +32,6 @@ __all__ = [
 _HIDDEN = "_recoup_compiled_call"
 _INNER = "_orig_mod"
 _CALL = "_compiled_call_impl"
-_CALLS_OF_MODULES = {nn.Module.__call__.__code__, nn.Module._call_impl.__code__}
 
 
 class _Hidden:
@@ -159,7 +158,7 @@ def without_forwards(functions: Iterable[tuple[str, Any]], model: nn.Module) -> 
         (name, function)
         for name, function in functions
         if id(function) not in known
-        and getattr(original_of_compiled(function), "__code__", None) not in _CALLS_OF_MODULES
+        and getattr(original_of_compiled(function), "__code__", None) not in CALLS_OF_MODULES
     ]
 
 

@@ -295,6 +295,8 @@ def _copied_with_storage(tensor: Tensor) -> Tensor:
     return copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+CALLS_OF_MODULES = frozenset({torch.nn.Module.__call__.__code__, torch.nn.Module._call_impl.__code__})
+"""What `Module.compile` and `torch.compile` of a module compile."""
 CUDA_GRAPHS = "triton.cudagraphs"
 """Among the settings of torch's compiler."""
 
