@@ -21,6 +21,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ CASES: dict[str, Callable[[bool], Case]] = {
 
 
 class Turns(NamedTuple):
-    """Seconds of two ways, and their ratio.
+    """Seconds of two ways and of the plain step, and the ratio of the first two.
 
     A turn is the fastest of three steps, so that neither a busy moment nor a compared replay (the 1st, 2nd, 4th, 8th, …
     of a module) counts. Seconds are medians over rounds; the ratio is the median of the rounds' ratios, since the pace
@@ -165,6 +166,7 @@ class Turns(NamedTuple):
 
     their_s: float
     our_s: float
+    plain_s: float
     ratio: float
 
 
@@ -235,26 +237,33 @@ class Bench:
         return fitted, time.perf_counter() - start
 
 
-def interleaved(bench: Bench, use: Callable[[], Any], ours: Callable[[], Any], num_rounds: int) -> Turns:
-    """Two ways to run the step, in turn.
+def interleaved(
+    bench: Bench,
+    use: Callable[[], Any],
+    ours: Callable[[], Any],
+    plain: Callable[[], Any],
+    num_rounds: int,
+) -> Turns:
+    """Two ways to run the step, and the plain step, in turn.
 
     Each has taken some steps before: the first replays of a plan are watched and compared, and later ones hardly ever.
     """
-    for way in (use, ours):
+    ways = (use, ours, plain)
+    for way in ways:
         way()
         for _ in range(NUM_FIRST):
             bench.step()
     rounds = []
     for _ in range(num_rounds):
         seconds = []
-        for way in (use, ours):
+        for way in ways:
             way()
             gc.collect()
             bench.time_s()  # after a change the first step may differ
             seconds.append(min(bench.time_s() for _ in range(3)))
         rounds.append(seconds)
-    their_s, our_s = (statistics.median(one) for one in zip(*rounds, strict=True))
-    return Turns(their_s, our_s, statistics.median(our_s / their_s for their_s, our_s in rounds))
+    their_s, our_s, plain_s = map(statistics.median, zip(*rounds, strict=True))
+    return Turns(their_s, our_s, plain_s, statistics.median(our_s / their_s for their_s, our_s, _ in rounds))
 
 
 def row(
@@ -272,22 +281,27 @@ def row(
         fitted, fit_s = bench.fit(budget, engine)
     peak = bench.peak_bytes()
 
-    def ours() -> None:
+    def planned(plan: recoup.ModelPlan) -> None:
         bench.checkpoint(None)
         bench.compile_layers(False)
-        recoup.apply(bench.model, fitted.plan)
+        recoup.apply(bench.model, plan)
 
-    their_s, our_s, ratio = interleaved(bench, use, ours, num_rounds)
-    assert fitted.verification is not None
+    seen, everything = fitted.verification, recoup.plan(fitted.profile, "1TiB")
+    assert seen is not None
+    ways = partial(planned, fitted.plan), partial(planned, everything)
+    turns = interleaved(bench, use, *ways, num_rounds)
+    # Of the host: between the fit and these rounds it may change.
+    pace = turns.plain_s / seen.plain_seconds if seen.plain_seconds else 1.0
+    predicted_s = fitted.plan.predicted_s
     over = " **over**" if peak > budget else ""
-    won = next((one.name for one in fitted.verification.race if one.is_kept), "only candidate")
+    won = next((one.name for one in seen.race if one.is_kept), "only candidate")
     line = (
-        f"| {name} | {what} | {budget / GIB:.2f} | {their_s * 1e3:.1f} | {our_s * 1e3:.1f}"
-        f" ({peak / GIB:.2f}{over}) | {ratio:.3f} | {fitted.plan.predicted_s * 1e3:.1f} |"
+        f"| {name} | {what} | {budget / GIB:.2f} | {turns.their_s * 1e3:.1f} | {turns.our_s * 1e3:.1f}"
+        f" ({peak / GIB:.2f}{over}) | {turns.ratio:.3f} | {predicted_s * 1e3:.1f} | {predicted_s * pace * 1e3:.1f} |"
         f" {fit_s:.1f} ({25 * bench.plain_s + 3:.1f}) | {won} |"
     )
     print(line, flush=True)
-    print("   ", fitted.plan.describe_units(), fitted.verification.race, flush=True)
+    print("   ", fitted.plan.describe_units(), seen.race, flush=True)
     return line
 
 
@@ -366,10 +380,12 @@ def main() -> None:
         "",
         f"{today}, torch {torch.__version__}, transformers {transformers.__version__}, bfloat16 on a GPU."
         f" The fastest of three steps in turn; medians of {options.rounds} rounds, and of the rounds' ratios."
-        " `python benchmarks/transformers_models.py`. In brackets behind the seconds of a fit: 25 plain steps and 3 s.",
+        " `python benchmarks/transformers_models.py`. In brackets behind the seconds of a fit: 25 plain steps and 3 s."
+        " At the pace of the rounds: predicted seconds, by how much longer the plain step takes there than in the fit.",
         "",
-        "| model | by hand | budget GiB | ms | recoup ms (GiB) | ratio | predicted ms | fit s (limit) | race won by |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | by hand | budget GiB | ms | recoup ms (GiB) | ratio | predicted ms | at that pace | fit s (limit)"
+        " | race won by |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     path = (
         options.output
@@ -382,7 +398,7 @@ def main() -> None:
             lines += compare(one, bench, options.rounds, options.parts)
         except Exception:  # the others are still worth their minutes
             traceback.print_exc()
-            lines.append(f"| {one} | failed | | | | | | | |")
+            lines.append(f"| {one} | failed | | | | | | | | |")
         bench = None  # type: ignore[assignment]
         gc.collect()
         torch.compiler.reset()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,12 +41,11 @@ class Normalized(Convolutions):
 class UNet(nn.Module):
     """With skips from the way down to the way up."""
 
-    def __init__(self, block: type[Convolutions] = Convolutions, widths: Sequence[int] = (2, 4, 8)) -> None:
+    def __init__(self, block: type[Convolutions] = Convolutions) -> None:
         super().__init__()
-        levels = list(pairwise(widths))
-        self.down = nn.ModuleList([block(given, made) for given, made in levels])
-        self.middle = block(widths[-1], widths[-1])
-        self.up = nn.ModuleList([block(2 * made, given) for given, made in levels[::-1]])
+        self.down = nn.ModuleList([block(2, 4), block(4, 8)])
+        self.middle = block(8, 8)
+        self.up = nn.ModuleList([block(16, 4), block(8, 2)])
 
     def forward(self, x: Tensor) -> Tensor:
         skips = []
