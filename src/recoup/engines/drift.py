@@ -20,6 +20,7 @@ __all__ = [
     "deterministically",
     "drift_between",
     "list_drifts",
+    "size_of",
     "too_far",
 ]
 
@@ -55,22 +56,36 @@ class Drift(NamedTuple):
         return f"relative error {self.relative_error:.2g}, cosine {self.cosine:.4f}"
 
 
-def drift_between(first: Results, second: Results) -> list[Drift]:
+def drift_between(first: Results, second: Results, *, size: float = 0.0) -> list[Drift]:
     """How far the two are apart, wherever they are not equal to the last bit.
 
-    Some gradients are zero but for rounding, such as that of a bias before a normalisation: their errors are shares of
-    what rounding leaves of all gradients together.
+    Some gradients are zero but for rounding, such as that of a bias before a normalisation: what rounding leaves of all
+    gradients together is no less. Their errors are shares of all gradients.
+
+    Args:
+        first: some gradients.
+        second: the same of another run.
+        size: the norm of all gradients, where these are a few of them.
     """
     names = first.keys() & second.keys()
     comparable = [name for name in names if _kind(first[name]) == _kind(second[name])]
     distances = {name: _compare(first[name], second[name]) for name in comparable}
     # One gradient that overflowed is no measure for the others.
-    size = math.hypot(*(one.first for one in distances.values() if math.isfinite(one.first)))
+    size = size or math.hypot(*(one.first for one in distances.values() if math.isfinite(one.first)))
     found = {name: Drift(name, math.inf, 0.0) for name in (first.keys() | second.keys()) - distances.keys()}
     for name, one in distances.items():
         if not one.is_equal:
-            found[name] = one.drift(name, size * _rounding(first[name].dtype))
+            found[name] = one.drift(name, size, _rounding(first[name].dtype))
     return [found[name] for name in sorted(found)]
+
+
+def size_of(results: Results) -> float:
+    """The norm of all of them together; without those that overflowed."""
+    norms = []
+    for tensor in results.values():
+        parts = (part.double() for part in _parts(tensor, tensor.device))
+        norms.append(math.sqrt(sum(float(part.dot(part)) for part in parts)))
+    return math.hypot(*filter(math.isfinite, norms))
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
@@ -92,13 +107,14 @@ class _Distance(NamedTuple):
     has_other_nans: bool
     is_equal: bool
 
-    def drift(self, name: str, least: float) -> Drift:
-        """As a share of the first, or of ``least`` if it is smaller."""
+    def drift(self, name: str, all_size: float, rounding: float) -> Drift:
+        """As a share of the first; if both are no larger than what rounding leaves of all, as a share of all."""
         if self.has_other_nans:
             return Drift(name, math.inf, 0.0)
         is_known = self.first and self.second
         cosine = self.dot / (self.first * self.second) if is_known else float(self.first == self.second)
-        size = max(self.first, least)
+        least = rounding * all_size
+        size = all_size if max(self.first, self.second) <= least else max(self.first, least)
         return Drift(name, self.apart / size if size else (math.inf if self.apart else 0.0), cosine)
 
 
