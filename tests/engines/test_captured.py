@@ -504,3 +504,40 @@ def test_units_whose_attributes_every_step_changes_run_eagerly(unit: type[FeedFo
     model = nn.Sequential(*[nn.Sequential(unit()) for _ in range(3)])
     profile = recoup.measure(model, torch.randn(32, 8), engine="captured", units="?", loss=Tensor.sum)
     assert all("compiled anew in every call" in seen.uncaptured for seen in profile.units[:3])
+
+
+class Permuted(nn.Module):
+    """Like an encoder of audio: a convolution's output is permuted before the first dropout."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+            self.dropout = nn.Dropout(0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Conv1d(8, 32, 3, padding=1), nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.first(x).permute(0, 2, 1))
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_dropouts_whose_gradients_are_permuted_are_captured() -> None:
+    """torch's fake tensors foresee other strides than the kernel's result has: the graph did not run."""
+    torch.manual_seed(0)
+    model, x = Permuted(), torch.randn(4, 8, 64)
+    profile = recoup.measure(model, x, engine="captured")
+    assert not any(unit.uncaptured for unit in profile.units if unit.name.startswith("blocks"))
+    budget = (recoup.minimum_budget(profile) + profile.plain_bytes) // 2
+    fitted = recoup.fit(model, x, budget=budget, engine="captured", race=False)
+    assert fitted.verification is not None
+    assert fitted.verification.gradients == "bit-equal"
+    assert cuts_in(fitted.plan)

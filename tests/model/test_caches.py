@@ -68,8 +68,15 @@ def test_a_positional_argument_is_the_callers_word() -> None:
         assert model(X, True)[1] is True
 
 
+class Layer(Decoder):
+    """Which its model tells."""
+
+    def forward(self, x: Tensor, use_cache: bool | None = False) -> tuple[Tensor, bool]:
+        return super().forward(x, use_cache)
+
+
 def test_models_without_a_cache() -> None:
-    assert cached_models(nn.Sequential(Decoder(use_cache=False), nn.Linear(6, 6))) == []
+    assert cached_models(nn.Sequential(Decoder(use_cache=False), Layer(), nn.Linear(6, 6))) == []
 
 
 def test_measuring_switches_it_off() -> None:

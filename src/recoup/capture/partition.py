@@ -21,6 +21,7 @@ __all__ = ["dropouts_as_eager", "partition"]
 Parts = tuple[GraphModule, GraphModule]
 """A forward and a backward."""
 _TIMES, _ZEROS = torch.ops.aten.mul.Tensor, torch.ops.aten.zeros_like.default
+_CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 _REPEATED_DROPOUT = torch.ops.aten.native_dropout_backward.default
 
 
@@ -57,10 +58,16 @@ def dropouts_as_eager(joint: GraphModule) -> None:
     """Lets dropouts do what they do in eager code, to the last bit.
 
     Dropouts of everything are replaced: eager code draws no random numbers for them, the captured operation would. The
-    backward of the others multiplies by the same number as their forward.
+    backward of the others multiplies by the same number as their forward. It is given contiguous gradients: the strides
+    that torch's fake tensors foresee are not always those of the kernel's result.
     """
     for node in joint.graph.find_nodes(op="call_function", target=_REPEATED_DROPOUT):
         gradient, mask, scale = node.args
+        if not gradient.meta["val"].is_contiguous():
+            with joint.graph.inserting_before(node):
+                copy = joint.graph.call_function(torch.ops.aten.clone.default, (gradient,), _CONTIGUOUS)
+            copy.meta = {**gradient.meta, "val": gradient.meta["val"].clone(**_CONTIGUOUS)}
+            gradient = copy
         node.args = (gradient, mask, _scale(gradient, scale))
     for node in joint.graph.find_nodes(op="call_function", target=DROPOUT):
         x, p, train = node.args

@@ -9,7 +9,7 @@ from recoup.torch_private import partitioner_base
 
 __all__ = ["Partitioner"]
 
-_VERSION = 2
+_VERSION = 3
 """To be counted up whenever the same cut makes other graphs: caches on disk outlive the code."""
 
 

@@ -96,7 +96,7 @@ class RealSteps:
         """
         model = self.step.model
         cacheless = self._cacheless()
-        with kept(model, self.profile) if self.profile.is_captured else suspended(model), cacheless:
+        with kept(model, self.profile) if self.profile.is_captured else suspended(model), cacheless():
             yield
 
     @contextmanager
@@ -105,7 +105,7 @@ class RealSteps:
         cacheless = self._cacheless()
         # The user's compiled functions draw other numbers than graphs do into which they were taken.
         draws = self.draws and bool(self.step.compiled)
-        with suspended(self.step.model), cacheless, compiled_functions_off() if draws else nullcontext():
+        with suspended(self.step.model), cacheless(), compiled_functions_off() if draws else nullcontext():
             yield
 
     @contextmanager
@@ -114,10 +114,10 @@ class RealSteps:
         with self.keeping() if self.is_generated else self.eagerly():
             yield
 
-    def _cacheless(self) -> AbstractContextManager[None]:
-        """To be made while the plan is on the model, and entered when it is not."""
+    def _cacheless(self) -> Callable[[], AbstractContextManager[None]]:
+        """To be asked for while the plan is on the model, and made when it is not."""
         model = self.step.model
-        return without_caches(model) if _caches_off(model) else nullcontext()
+        return partial(without_caches, model) if _caches_off(model) else nullcontext
 
     def record(self, plan: ModelPlan | None = None) -> Recorded:
         """A step's memory and results; replays are compared with their forwards. Of several ranks, the largest peak.

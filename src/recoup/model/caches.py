@@ -20,12 +20,13 @@ __all__ = ["CachelessForward", "cached_models", "without_caches"]
 
 
 def cached_models(model: nn.Module) -> list[nn.Module]:
-    """The modules that would fill a cache by default."""
+    """The modules that would fill a cache by default. Layers, which their model tells, have ``use_cache=False``."""
     return [
         module
         for module in model.modules()
         if getattr(getattr(module, "config", None), "use_cache", False)
-        and "use_cache" in inspect.signature(module.forward).parameters
+        and (parameter := inspect.signature(module.forward).parameters.get("use_cache")) is not None
+        and parameter.default is not False
     ]
 
 
