@@ -143,12 +143,16 @@ def test_which_cut_may_be_wrong_and_the_profile_without_it() -> None:
     assert wrong_cut(model, plan, ["blocks.0.up.weight"]) == (recipe, "blocks.1")
     assert wrong_cut(model, plan, ["blocks.2.up.bias", "blocks.0.up.bias"]) == (recipe, "blocks.2")
     assert wrong_cut(model, plan, ["blocks.3.up.weight"]) is None
+    # A parameter of two units counts only where no other one is wrong.
+    model.blocks[3].up.weight = model.blocks[0].up.weight
+    assert wrong_cut(model, plan, ["blocks.2.norm.bias", "blocks.3.up.weight"]) == (recipe, "blocks.2")
+    assert wrong_cut(model, plan, ["blocks.3.up.weight"]) == (recipe, "blocks.1")
     less = without(profile, recipe)
     for unit, before in zip(less.units, profile.units, strict=True):
         assert unit.recipes == tuple(one for one in before.recipes if one != recipe)
         assert len(unit.num_stored) == len(unit.recipes) * bool(before.num_stored)
     assert [len(unit.options) for unit in less.problem.units] == [len(unit.recipes) for unit in less.units]
-    assert recoup.plan(less, less.plain_bytes).keeps_everything
+    assert less.plain_bytes == profile.plain_bytes
 
 
 def test_code_whose_allocations_cannot_be_counted_is_not_used() -> None:
@@ -159,5 +163,3 @@ def test_code_whose_allocations_cannot_be_counted_is_not_used() -> None:
     torch.compiler.reset()
     assert not fitted.profile.is_captured
     assert "TORCHINDUCTOR_CPP_WRAPPER" in " ".join(str(fitted).split())
-    assert fitted.verification is not None
-    assert fitted.verification.peak_bytes == fitted.plan.predicted_bytes

@@ -541,3 +541,31 @@ def test_dropouts_whose_gradients_are_permuted_are_captured() -> None:
     assert fitted.verification is not None
     assert fitted.verification.gradients == "bit-equal"
     assert cuts_in(fitted.plan)
+
+
+class LastChannels(nn.Module):
+    """Convolutions with dropout on images whose channels come last in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(), nn.Dropout(0.1), nn.Conv2d(8, 8, 3, padding=1)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_gradients_of_dropouts_keep_the_layout_that_eager_code_has() -> None:
+    torch.manual_seed(0)
+    model = LastChannels().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last)
+    fitted = recoup.fit(model, x, budget="1GiB", engine="captured", race=False)
+    assert fitted.profile.is_captured
+    assert fitted.verification is not None
+    assert fitted.verification.gradients == "bit-equal"

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import recoup
 from recoup.errors import SampleError
 from recoup.measuring import MemoryTracker
+from recoup.model.checks import check_compiled_functions
 
 # Its code generator imports what torch itself calls deprecated.
 pytestmark = [
@@ -183,13 +184,47 @@ def test_one_that_calls_modules_is_refused() -> None:
 
 
 def test_one_with_cuda_graphs_is_refused() -> None:
-    with pytest.raises(SampleError, match=r"CUDA graphs.*max-autotune-no-cudagraphs"):
-        recoup.fit(
-            make_model(),
-            make_batch(),
-            budget="1GiB",
-            loss=torch.compile(F.cross_entropy, mode="reduce-overhead"),
-        )
+    functions = [("entropy", torch.compile(F.cross_entropy, mode="reduce-overhead"))]
+    check_compiled_functions(functions, None, uses_cuda=False)
+    with pytest.raises(
+        SampleError, match=r"'entropy' is compiled with CUDA graphs.*max-autotune-no-cudagraphs"
+    ):
+        check_compiled_functions(functions, None, uses_cuda=True)
+
+
+class Outer(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_compiled_model_that_contains_this_one_is_refused(is_inside: bool) -> None:
+    batch, model = make_batch(), make_model()
+    compiled = torch.compile(Outer(model) if is_inside else model)
+
+    def step() -> None:
+        entropy(compiled(batch[0]), batch[1]).backward()
+
+    with pytest.raises(SampleError, match=r"uses a compiled .* that contains modules of the model"):
+        recoup.fit(model, step=step, budget="1GiB")
+
+
+def test_a_copy_of_the_model_may_be_compiled_by_its_forwards() -> None:
+    """They have the same code as the model's own."""
+    batch, model, teacher = make_batch(), make_model(), make_model()
+    for block in teacher:
+        block.forward = torch.compile(block.forward)
+
+    def distill() -> None:
+        with torch.no_grad():
+            target = teacher(batch[0])
+        F.mse_loss(model(batch[0]), target).backward()
+
+    assert recoup.fit(model, step=distill, budget="1GiB").verification is not None
 
 
 class Decorated(Block):

@@ -69,8 +69,6 @@ def test_a_positional_argument_is_the_callers_word() -> None:
 
 
 class Layer(Decoder):
-    """Which its model tells."""
-
     def forward(self, x: Tensor, use_cache: bool | None = False) -> tuple[Tensor, bool]:
         return super().forward(x, use_cache)
 

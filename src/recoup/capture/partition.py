@@ -58,12 +58,12 @@ def dropouts_as_eager(joint: GraphModule) -> None:
     """Lets dropouts do what they do in eager code, to the last bit.
 
     Dropouts of everything are replaced: eager code draws no random numbers for them, the captured operation would. The
-    backward of the others multiplies by the same number as their forward. It is given contiguous gradients: the strides
-    that torch's fake tensors foresee are not always those of the kernel's result.
+    backward of the others multiplies by the same number as their forward. Its gradient is made contiguous where torch's
+    fake tensors foresee other strides of the result than those of the gradient, which the kernel keeps.
     """
     for node in joint.graph.find_nodes(op="call_function", target=_REPEATED_DROPOUT):
         gradient, mask, scale = node.args
-        if not gradient.meta["val"].is_contiguous():
+        if gradient.meta["val"].stride() != node.meta["val"].stride():
             with joint.graph.inserting_before(node):
                 copy = joint.graph.call_function(torch.ops.aten.clone.default, (gradient,), _CONTIGUOUS)
             copy.meta = {**gradient.meta, "val": gradient.meta["val"].clone(**_CONTIGUOUS)}

@@ -14,13 +14,14 @@ import torch.utils.deterministic
 from torch import Tensor
 
 __all__ = [
+    "AFTER",
     "Drift",
     "Results",
     "beyond_rounding",
     "deterministically",
     "drift_between",
     "list_drifts",
-    "size_of",
+    "sizes_of",
     "too_far",
 ]
 
@@ -32,9 +33,15 @@ _FACTOR = 10.0
 # Elements that are compared at a time.
 _PART = 2**20
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+# What rounding leaves in 16 bits, see `_rounding`.
+_FEW_DIGITS = 1e-3
+AFTER = " (after the step)"
+"""Ends the name of a parameter, where results are parameters beside gradients."""
 
 Results = dict[str, Tensor]
 """Tensors by their names."""
+Sizes = tuple[float, float]
+"""The norm of all gradients together, and that of all parameters after the step."""
 
 
 class Drift(NamedTuple):
@@ -42,7 +49,8 @@ class Drift(NamedTuple):
 
     Attributes:
         name: of a parameter, whose gradients these are.
-        relative_error: the norm of their difference, as a share of the norm of the first.
+        relative_error: the norm of their difference, as a share of the norm of the first; of all, where both are zero
+            but for rounding.
         cosine: of the angle between them.
     """
 
@@ -56,36 +64,42 @@ class Drift(NamedTuple):
         return f"relative error {self.relative_error:.2g}, cosine {self.cosine:.4f}"
 
 
-def drift_between(first: Results, second: Results, *, size: float = 0.0) -> list[Drift]:
+def drift_between(first: Results, second: Results, *, sizes: Sizes | None = None) -> list[Drift]:
     """How far the two are apart, wherever they are not equal to the last bit.
 
     Some gradients are zero but for rounding, such as that of a bias before a normalisation: what rounding leaves of all
     gradients together is no less. Their errors are shares of all gradients.
 
     Args:
-        first: some gradients.
+        first: some results.
         second: the same of another run.
-        size: the norm of all gradients, where these are a few of them.
+        sizes: of all results, where these are a few of them.
     """
     names = first.keys() & second.keys()
     comparable = [name for name in names if _kind(first[name]) == _kind(second[name])]
     distances = {name: _compare(first[name], second[name]) for name in comparable}
-    # One gradient that overflowed is no measure for the others.
-    size = size or math.hypot(*(one.first for one in distances.values() if math.isfinite(one.first)))
+    sizes = sizes or _sizes({name: one.first for name, one in distances.items()})
     found = {name: Drift(name, math.inf, 0.0) for name in (first.keys() | second.keys()) - distances.keys()}
     for name, one in distances.items():
         if not one.is_equal:
-            found[name] = one.drift(name, size, _rounding(first[name].dtype))
+            found[name] = one.drift(name, sizes[name.endswith(AFTER)], _rounding(first[name].dtype))
     return [found[name] for name in sorted(found)]
 
 
-def size_of(results: Results) -> float:
-    """The norm of all of them together; without those that overflowed."""
-    norms = []
-    for tensor in results.values():
+def sizes_of(results: Results) -> Sizes:
+    """The norms of some results."""
+    norms = {}
+    for name, tensor in results.items():
         parts = (part.double() for part in _parts(tensor, tensor.device))
-        norms.append(math.sqrt(sum(float(part.dot(part)) for part in parts)))
-    return math.hypot(*filter(math.isfinite, norms))
+        norms[name] = math.sqrt(sum(float(part.dot(part)) for part in parts))
+    return _sizes(norms)
+
+
+def _sizes(norms: dict[str, float]) -> Sizes:
+    # One gradient that overflowed is no measure for the others.
+    known = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+    gradients = [norm for name, norm in known.items() if not name.endswith(AFTER)]
+    return math.hypot(*gradients), math.hypot(*(norm for name, norm in known.items() if name.endswith(AFTER)))
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
@@ -114,7 +128,9 @@ class _Distance(NamedTuple):
         is_known = self.first and self.second
         cosine = self.dot / (self.first * self.second) if is_known else float(self.first == self.second)
         least = rounding * all_size
-        size = all_size if max(self.first, self.second) <= least else max(self.first, least)
+        # In 16 bits that is too much to be taken for nothing.
+        is_zero = rounding < _FEW_DIGITS and max(self.first, self.second) <= least
+        size = all_size if is_zero else max(self.first, least)
         return Drift(name, self.apart / size if size else (math.inf if self.apart else 0.0), cosine)
 
 

@@ -15,7 +15,7 @@ from recoup.checkpointing.fingerprints import Fingerprint, fingerprint
 from recoup.checkpointing.sampling import sampling
 from recoup.devices.meter import Meter, Timing, device_of, make_meter
 from recoup.engines.compared_replays import replays_left_out
-from recoup.engines.drift import Results, deterministically
+from recoup.engines.drift import AFTER, Results, deterministically
 from recoup.engines.eager import kept
 from recoup.engines.recording import Points, record
 from recoup.errors import ReplayMismatchError, VerificationError
@@ -32,7 +32,6 @@ from recoup.tensors import local_part
 __all__ = ["RealSteps", "Recorded"]
 
 T = TypeVar("T")
-_AFTER = " (after the step)"
 _MOST_SETTLING = 6
 """Steps in which an optimizer's state may grow before one is recorded."""
 
@@ -115,7 +114,7 @@ class RealSteps:
             yield
 
     def _cacheless(self) -> Callable[[], AbstractContextManager[None]]:
-        """To be asked for while the plan is on the model, and made when it is not."""
+        """Makes the context that switches caches off: ask while the plan is on the model, call when it is not."""
         model = self.step.model
         return partial(without_caches, model) if _caches_off(model) else nullcontext
 
@@ -222,12 +221,12 @@ class RealSteps:
             if parameter.grad is not None:
                 found[name] = local_part(parameter.grad)
             if self.step.changes_parameters:
-                found[f"{name}{_AFTER}"] = local_part(parameter)
+                found[f"{name}{AFTER}"] = local_part(parameter)
         return found
 
     def leaves_traces(self, names: Iterable[str]) -> bool:
         """Whether results of a step, by name, tell its gradients: these, or parameters that an optimizer stepped."""
-        found = bool(self.step.optimizers) or any(not name.endswith(_AFTER) for name in names)
+        found = bool(self.step.optimizers) or any(not name.endswith(AFTER) for name in names)
         return self.step.ranks.largest(found)
 
     def _settle(self) -> None:

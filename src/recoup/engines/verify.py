@@ -10,7 +10,7 @@ import torch
 
 from recoup.checkpointing.fingerprints import Fingerprint, differing, fingerprint, on_host
 from recoup.engines.compare_by_unit import Compared, compare_units
-from recoup.engines.drift import Drift, beyond_rounding, drift_between, list_drifts, size_of, too_far
+from recoup.engines.drift import Drift, beyond_rounding, drift_between, list_drifts, sizes_of, too_far
 from recoup.engines.racing import Finisher, Race, time_as_it_stands
 from recoup.engines.real_steps import RealSteps, Recorded
 from recoup.engines.recording import Points
@@ -240,11 +240,11 @@ def _compare(
         again = (steps.results(fingerprint) for _ in range(_MOST_PLAIN_STEPS))
         drifts = any(ranks.largest(bool(differing(plain, prints))) for prints in again)
         # On the host those that differ alone: all of them may be as large as the model.
-        results, size = steps.inspect(
-            lambda all: ({name: on_host(all[name]) for name in names if name in all}, size_of(all))
+        results, sizes = steps.inspect(
+            lambda all: ({name: on_host(all[name]) for name in names if name in all}, sizes_of(all))
         )
-        own = steps.inspect(lambda again: drift_between(results, again, size=size), names) if drifts else []
-    found = steps.inspect(lambda planned: drift_between(results, planned, size=size), names)
+        own = steps.inspect(lambda again: drift_between(results, again, sizes=sizes), names) if drifts else []
+    found = steps.inspect(lambda planned: drift_between(results, planned, sizes=sizes), names)
     if not drifts and not found:
         found = [Drift(name, math.nan, math.nan) for name in names]  # they differ in some runs only
     adds_otherwise = not drifts and steps.profile.is_captured

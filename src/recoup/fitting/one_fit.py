@@ -34,6 +34,7 @@ from recoup.measuring.choosing import Choice
 from recoup.measuring.measure import Measured, begin_measurement, measure_step
 from recoup.model.accumulation import Accumulates, read_accumulation
 from recoup.model.calls import watch_calls
+from recoup.model.recipe import Recipe
 from recoup.model.slices import find_module
 from recoup.model.step import TrainingStep
 from recoup.model.units import Units, parts_of, split_units
@@ -97,6 +98,7 @@ class Fitting:
         self.engine, self.settings = "eager", settings
         self._budget_bytes = 0
         self._pricing: dict[str, Pricing] = {}
+        self._wrong: dict[Recipe, str] = {}  # with the reasons
 
     def run_engines(
         self,
@@ -164,10 +166,10 @@ class Fitting:
         tried: list[tuple[Profile, Audit]] = []
         self._budget_bytes = budget_bytes
         for profile, audit in self._profiles(units):
-            tried.append((profile, audit))
             note("planning", 0, 1)
             if (found := self._fit_profile(profile, budget_bytes, verifies=verifies)) is not None:
                 return found[0], audit, found[1]
+            tried.append((self._without_wrong(profile), audit))
         least = sorted(
             ((tightest(profile), audit) for profile, audit in tried), key=lambda one: smallest_budget(one[0])
         )
@@ -190,8 +192,8 @@ class Fitting:
         Raises:
             VerificationError: gradients are wrong.
         """
-        left_out: list[str] = []
         while True:
+            profile = self._without_wrong(profile)
             try:
                 chosen, rivals = self._plan(profile, budget_bytes)
             except BudgetError:
@@ -201,14 +203,18 @@ class Fitting:
             try:
                 found = self._verify(chosen, rivals)
             except WrongCodeError as error:
-                if len(left_out) == _MOST_WRONG:
-                    raise
-                left_out.append(error.reason)
-                profile = without(profile, error.recipe)
+                if len(self._wrong) == _MOST_WRONG:
+                    raise error.original from None
+                self._wrong[error.recipe] = error.reason
                 continue
-            if found and left_out:
-                return found[0], replace(found[1], notes=(*found[1].notes, *left_out))
+            if found and self._wrong:
+                return found[0], replace(found[1], notes=(*found[1].notes, *self._wrong.values()))
             return found
+
+    def _without_wrong(self, profile: Profile) -> Profile:
+        for recipe in self._wrong:
+            profile = without(profile, recipe)
+        return profile
 
     def run_sizes(
         self, chosen: ModelPlan, others: Sequence[TrainingStep], *, verifies: bool

@@ -27,16 +27,17 @@ class WrongCodeError(VerificationError):
     """Gradients under a plan are wrong, and the code of one of its cuts may be why.
 
     Attributes:
+        original: the error that says which gradients.
         recipe: with that cut.
         reason: for the report.
     """
 
-    def __init__(self, error: VerificationError, recipe: Recipe, unit: str) -> None:
-        super().__init__(str(error), gradients=error.gradients)
-        self.recipe = recipe
+    def __init__(self, original: VerificationError, recipe: Recipe, unit: str) -> None:
+        super().__init__(str(original))
+        self.original, self.recipe = original, recipe
         self.reason = (
             f"torch's compiler generated wrong code for {unit!r} ({recipe.name}; gradients differ:"
-            f" {', '.join(error.gradients[:3])}): that cut was left out."
+            f" {', '.join(original.gradients[:3])}): that cut was left out."
         )
 
 
@@ -44,23 +45,26 @@ def wrong_cut(model: nn.Module, plan: ModelPlan, wrong: Collection[str]) -> tupl
     """The recipe that may be why gradients are wrong, and the name of a unit that runs under it.
 
     It is that of the last unit with a wrong gradient, or of the next one with a further cut: a backward hands what is
-    wrong on to the units before it. ``None`` if there is no such unit.
+    wrong on to the units before it. Parameters of several units, such as tied weights, tell little; where no others are
+    wrong, the first unit counts. ``None`` if there is no such unit.
 
     Args:
         model: that runs under the plan.
         plan: some of whose gradients are wrong.
         wrong: the names of the parameters whose gradients they are.
     """
+    units = plan.profile.units
+    owners: dict[int, list[int]] = {}
+    for index, unit in enumerate(units):
+        for parameter in [] if unit.module is None else find_module(model, unit.module).parameters():
+            owners.setdefault(id(parameter), []).append(index)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    suspects = {id(parameters[name]) for name in wrong if name in parameters}
-    found: tuple[Recipe, str] | None = None
-    for leaf in sorted(leaves_of(plan.items), key=lambda leaf: leaf.unit, reverse=True):
-        unit, recipe = plan.profile.units[leaf.unit], plan.recipe(leaf)
-        if recipe.cut is not None and recipe.cut.saves is not None:
-            found = recipe, unit.name
-        owned = [] if unit.module is None else find_module(model, unit.module).parameters()
-        if any(id(parameter) in suspects for parameter in owned):
-            return found
+    found = [owners.get(id(parameters[name]), []) for name in wrong if name in parameters]
+    firsts = [own[0] for own in found if len(own) == 1] or [own[0] for own in found if own]
+    for leaf in sorted(leaves_of(plan.items), key=lambda leaf: leaf.unit):
+        recipe = plan.recipe(leaf)
+        if firsts and leaf.unit >= max(firsts) and recipe.cut is not None and recipe.cut.saves is not None:
+            return recipe, units[leaf.unit].name
     return None
 
 

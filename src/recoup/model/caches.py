@@ -20,7 +20,7 @@ __all__ = ["CachelessForward", "cached_models", "without_caches"]
 
 
 def cached_models(model: nn.Module) -> list[nn.Module]:
-    """The modules that would fill a cache by default. Layers, which their model tells, have ``use_cache=False``."""
+    """The modules that would fill a cache by default; not layers, whose default is False: their model passes it."""
     return [
         module
         for module in model.modules()

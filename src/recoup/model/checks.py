@@ -11,11 +11,11 @@ from torch.nn.parameter import is_lazy
 
 from recoup.errors import FitError, SampleError
 from recoup.model.sharded import is_fsdp1
-from recoup.model.uncompile import runs_eagerly
+from recoup.model.uncompile import inner_model, runs_eagerly
 from recoup.snapshot.own_code import is_compiled_function
 from recoup.torch_private import CUDA_GRAPHS, all_compiler_settings
 
-__all__ = ["check_compiled_functions", "check_model", "check_not_compiled"]
+__all__ = ["check_compiled_functions", "check_model", "check_not_compiled", "check_not_in_compiled"]
 
 
 def check_model(model: Any, error: type[FitError] = SampleError) -> None:
@@ -66,12 +66,30 @@ def check_not_compiled(model: nn.Module) -> None:
         )
 
 
-def check_compiled_functions(functions: Iterable[tuple[str, Any]], step: Any) -> None:
+def check_not_in_compiled(model: nn.Module, others: Iterable[nn.Module]) -> None:
+    """Refuses a step that calls the model, or a module of it, inside another model that is compiled.
+
+    Raises:
+        SampleError: another model that the step uses is compiled, and contains one of the model's modules.
+    """
+    own = set(model.modules())
+    for other in others:
+        inside = set(other.modules())
+        if other not in own and not own.isdisjoint(inside) and any(map(_is_compiled, inside)):
+            raise SampleError(
+                f"The step uses a compiled {type(inner_model(other)).__name__} that contains modules of the model. Give"
+                " the compiled model itself instead of what is in it (engine='auto' plans it), or call the model as it"
+                " was before torch.compile in the step."
+            )
+
+
+def check_compiled_functions(functions: Iterable[tuple[str, Any]], step: Any, *, uses_cuda: bool) -> None:
     """Refuses compiled functions and other models that a step cannot be measured with; others run as they are.
 
     Args:
         functions: that the step can reach, with their names, and what other models in it were compiled to.
         step: the user's callable for a whole step, if there is one.
+        uses_cuda: whether they can make CUDA graphs.
 
     Raises:
         SampleError: the step itself is compiled, or a function uses CUDA graphs.
@@ -82,7 +100,7 @@ def check_compiled_functions(functions: Iterable[tuple[str, Any]], step: Any) ->
             " torch.compile; the model, and functions that the step calls, may be compiled."
         )
     for name, function in functions:
-        if (all_compiler_settings(function) or {}).get(CUDA_GRAPHS):
+        if uses_cuda and (all_compiler_settings(function) or {}).get(CUDA_GRAPHS):
             raise SampleError(
                 f"{name!r} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), whose memory lies"
                 " outside of the budget, and whose results the next call overwrites. Compile it without:"

@@ -14,14 +14,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
 from recoup.model.caches import without_caches
-from recoup.model.checks import check_compiled_functions, check_model, check_not_compiled
+from recoup.model.checks import (
+    check_compiled_functions,
+    check_model,
+    check_not_compiled,
+    check_not_in_compiled,
+)
 from recoup.model.history import has_graph_to_free
 from recoup.model.optimizers import Optimizers, read_optimizers
 from recoup.model.preserve import gradient_owners, preserving
 from recoup.model.replace_forward import suspended
 from recoup.model.samples import Sample, describe_sample, read_sample
 from recoup.model.sharded import Shards
-from recoup.model.uncompile import compiled_code, without_forwards
+from recoup.model.uncompile import compiled_code, inner_model, without_forwards
 from recoup.model.wrappers import NO_BUCKETS, Buckets
 from recoup.ranks import ALONE, Ranks
 from recoup.snapshot.reachable import Reached, hooks_of
@@ -91,11 +96,12 @@ class TrainingStep:
         self.num_skipped = 0
         check_not_compiled(model)
         #: Compiled functions that its code can reach, with their names. They run as they are.
-        self.compiled = without_forwards(self.reached.compiled, model)
-        others = [
-            (type(one).__name__, code) for one in self.reached.used_modules for code in compiled_code(one)
-        ]
-        check_compiled_functions([*self.compiled, *others], step)
+        self.compiled = without_forwards(self.reached.compiled, [model, *self.reached.modules])
+        used = self.reached.used_modules
+        check_not_in_compiled(model, used)
+        others = [(type(inner_model(one)).__name__, code) for one in used for code in compiled_code(one)]
+        uses_cuda = any(parameter.is_cuda for parameter in model.parameters())
+        check_compiled_functions([*self.compiled, *others], step, uses_cuda=uses_cuda)
         if self.compiled or others:
             load_code_cache()
         if self.reached.iterators:

@@ -48,7 +48,10 @@ def is_traced() -> bool:
 
 
 def compiled_functions_off() -> AbstractContextManager[None]:
-    """A block in which what torch.compile made runs eagerly: on tensors without memory its code ends the process."""
+    """A block in which what torch.compile made runs eagerly, in all threads.
+
+    Generated code ends the process where tensors have no memory, and the compiler compiles hooks, too.
+    """
     # Without this module nothing was compiled, and importing it takes a second.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 

@@ -150,9 +150,11 @@ def runs_eagerly(module: nn.Module) -> bool:
     return isinstance(forward, EagerForward)
 
 
-def without_forwards(functions: Iterable[tuple[str, Any]], model: nn.Module) -> list[tuple[str, Any]]:
-    """Of compiled functions with their names, those that are neither a module's call nor a forward of the model's."""
-    forwards = [own_forward(module) for module in model.modules()]
+def without_forwards(
+    functions: Iterable[tuple[str, Any]], models: Iterable[nn.Module]
+) -> list[tuple[str, Any]]:
+    """Of compiled functions with their names, those that are neither a call nor a forward of a module."""
+    forwards = [own_forward(module) for model in models for module in model.modules()]
     known = {id(getattr(forward, "__func__", forward)) for forward in forwards}
     return [
         (name, function)
