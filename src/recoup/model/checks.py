@@ -75,7 +75,8 @@ def check_not_in_compiled(model: nn.Module, others: Iterable[nn.Module]) -> None
     own = set(model.modules())
     for other in others:
         inside = set(other.modules())
-        if other not in own and not own.isdisjoint(inside) and any(map(_is_compiled, inside)):
+        # Of others' proxies: they cannot be hashed, their modules can.
+        if not inside <= own and not inside.isdisjoint(own) and any(map(_is_compiled, inside)):
             raise SampleError(
                 f"The step uses a compiled {type(inner_model(other)).__name__} that contains modules of the model. Give"
                 " the compiled model itself instead of what is in it (engine='auto' plans it), or call the model as it"
