@@ -75,7 +75,7 @@ def check_not_in_compiled(model: nn.Module, others: Iterable[nn.Module]) -> None
     own = set(model.modules())
     for other in others:
         inside = set(other.modules())
-        # Of others' proxies: they cannot be hashed, their modules can.
+        # Sets of the real modules: another model may be a proxy, which has no hash.
         if not inside <= own and not inside.isdisjoint(own) and any(map(_is_compiled, inside)):
             raise SampleError(
                 f"The step uses a compiled {type(inner_model(other)).__name__} that contains modules of the model. Give"
