@@ -171,22 +171,59 @@ def watching(num_rounds: int) -> list[str]:
     ways = {"none": NONE, "all": ALL, "inside": topk}
     calls: Calls = {name: partial(run, watched) for name, watched in ways.items()}
     assert all(torch.equal(call(), sines()) for call in calls.values())
-    times = microseconds(calls, num_rounds)
-    above = {
-        name: [
-            (own - unwatched) / NUM_OPERATIONS
-            for own, unwatched in zip(times[name], times["none"], strict=True)
-        ]
-        for name in ("all", "inside")
-    }
+    above = microseconds_above(calls, num_rounds)
     return [
-        row("an operation that is not watched", [each / NUM_OPERATIONS for each in times["none"]]),
+        row("an operation that is not watched", above["none"]),
         row(
             "above that, where all is watched: until it is known which operations decide, and now and then",
             above["all"],
         ),
         row("above that, where other operations decide", above["inside"]),
+        *(
+            row(f"what {name} takes longer where it decides", deciding(run, num_rounds))
+            for name, run in DECIDING.items()
+        ),
     ]
+
+
+def microseconds_above(calls: Calls, num_rounds: int) -> dict[str, list[float]]:
+    """Microseconds of an operation in the first call, and by how much one takes longer in each of the others."""
+    times = {
+        name: [each / NUM_OPERATIONS for each in found]
+        for name, found in microseconds(calls, num_rounds).items()
+    }
+    first, *others = times
+    above = {
+        name: [own - plain for own, plain in zip(times[name], times[first], strict=True)] for name in others
+    }
+    return {first: times[first]} | above
+
+
+DECIDING: dict[str, Callable[[Tensor], Any]] = {
+    "a comparison": lambda x: x > 0,
+    "a top-k": lambda x: x.topk(2),
+}
+
+
+def deciding(run: Callable[[Tensor], Any], num_rounds: int) -> list[float]:
+    """What a forward does more for an operation whose result it keeps."""
+    x = torch.randn(8)
+    operations = frozenset([torch.ops.aten.gt.Scalar, torch.ops.aten.topk.default])
+    intercept_all(operations)
+
+    def repeated(watched: Operations) -> int:
+        region = Recording(1 << 16, watched)
+
+        def runs() -> None:
+            for _ in range(NUM_OPERATIONS):
+                run(x)
+
+        run_in(region, runs, (), {})
+        return len(region.kept)
+
+    calls: Calls = {"none": partial(repeated, NONE), "kept": partial(repeated, operations)}
+    assert [call() for call in calls.values()] == [0, NUM_OPERATIONS]
+    return microseconds_above(calls, num_rounds)["kept"]
 
 
 def report(rows: list[str], num_rounds: int) -> str:

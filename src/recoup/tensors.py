@@ -35,6 +35,7 @@ __all__ = [
     "positional_names",
     "put_together",
     "rebuilt",
+    "span_of",
     "storage_of",
     "storages",
     "storages_of",
@@ -310,6 +311,17 @@ def graph_nodes(tensor: Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [below for below, _ in node.next_functions]
+
+
+def span_of(tensor: Tensor) -> int:
+    """How many elements of its storage lie from a tensor's first one to its last.
+
+    >>> span_of(torch.zeros(2, 3)), span_of(torch.zeros(2, 3)[:, :2])
+    (6, 5)
+    """
+    return 1 + sum(
+        (int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def storages_of(tree: Any) -> dict[int, int]:

@@ -410,6 +410,25 @@ def test_a_replay_inside_adds_nothing_to_what_the_call_around_it_keeps(
     assert late == []
 
 
+def test_decisions_under_vmap_are_measured_and_kept_as_they_are_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the ninth call as in the first: a row by itself would be small enough."""
+    kept: list[Any] = []
+    add = decisions.Recording.add
+
+    def noted(region: Any, one: decisions.Kept) -> None:
+        kept.append((one.operation, one.shapes, type(one.value)))
+        add(region, one)
+
+    monkeypatch.setattr(decisions.Recording, "add", noted)
+    monkeypatch.setattr(decisions, "ALWAYS_KEPT_BYTES", 0)
+    x = torch.randn(64, 8, requires_grad=True)
+    for _ in range(12):
+        checkpoint(lambda x: torch.vmap(lambda row: row * (row > 0))(x) * 2, x).sum().backward()
+    assert kept == [("gt", (torch.Size([64, 8]),), type(None))] * 12
+
+
 @pytest.mark.parametrize("groups", [(), (Group(0, 1), Group(2, 3)), (Group(1, 3, (Group(2, 3),)),)])
 def test_spans(groups: tuple[Group, ...]) -> None:
     model, x, plain = stack_of(4)

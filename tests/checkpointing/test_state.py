@@ -492,3 +492,17 @@ def test_two_threads_replay_one_module() -> None:
         thread.join()
     assert inner.running_mean is real
     assert torch.equal(real, values)
+
+
+def test_globals_of_an_installed_function_are_those_of_its_forward() -> None:
+    """Once a package is installed, its files lie among those of libraries."""
+    found: dict[str, Any] = {"SCALE": 2.0}
+    exec(compile("def scaled(x):\n    return (x * SCALE).exp()", torch.__file__, "exec"), found)
+    x = torch.randn(4, requires_grad=True)
+    expected = torch.autograd.grad(found["scaled"](x).sum(), x)[0]
+    for _ in range(20):  # the first replays are compared with their forwards
+        found["SCALE"] = 2.0
+        output = checkpoint(found["scaled"], x)
+        found["SCALE"] = 3.0
+        assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+        assert found["SCALE"] == 3.0

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from recoup.torch_private import local_scalar
 
-__all__ = ["ALWAYS_KEPT_BYTES", "KEEP", "SHARE", "decides", "has_values", "selects", "values_at"]
+__all__ = [
+    "ALWAYS_KEPT_BYTES",
+    "KEEP",
+    "SHARE",
+    "decides",
+    "has_values",
+    "may_select",
+    "selects",
+    "values_at",
+]
 
 ALWAYS_KEPT_BYTES = 1 << 16
 SHARE = 16
@@ -64,9 +73,14 @@ def decides(func: Any, given: Iterable[Tensor], result: Any) -> bool:
     return may_decide and any(map(has_values, given))
 
 
+def may_select(func: Any) -> bool:
+    """Whether an operation returns values of a tensor, and their indices."""
+    return _index_of_dim(func) is not None
+
+
 def selects(func: Any, tensor: Tensor | None) -> bool:
-    """Whether an operation returns values of a tensor of floating-point numbers, and their indices."""
-    return tensor is not None and _index_of_dim(func) is not None and has_values(tensor)
+    """Whether it does, and the tensor has floating-point numbers."""
+    return tensor is not None and may_select(func) and has_values(tensor)
 
 
 def values_at(indices: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

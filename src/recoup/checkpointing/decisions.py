@@ -11,9 +11,9 @@ NOTE [ Decisions are kept, values are recomputed ]
    indices, from its own input: they are those of the forward if the inputs are, and gradients go where the forward's
    choice was.
 3. Decisions are recognised by a dispatch mode, which costs microseconds for each operation. It is on for the first
-   eight calls of a call site, the 16th, 32nd, …, and finds out which operations decide there. In all other calls it is
-   on inside these operations only: torch's dispatcher intercepts them, and others cost nothing
-   (benchmarks/host_costs.py).
+   eight calls of a call site, the 16th, 32nd, …, and finds out which operations decide there. In all other calls
+   torch's dispatcher intercepts these operations, and others cost nothing (benchmarks/host_costs.py). The mode is on
+   inside those whose results may need a gradient: values beside their indices, and what the user keeps.
 4. What is kept is numbered. The replay must decide in the same order, by the same operations on the same shapes; it may
    leave some out, which a cache has by now. Of those with the same operation and shapes it must make all or none: if it
    makes some, nothing tells which, and that is an error. Decisions behind the tensor that a replay stops at do not
@@ -47,6 +47,7 @@ from recoup.checkpointing.deciding_operations import (
     KEEP,
     SHARE,
     decides,
+    may_select,
     selects,
     values_at,
 )
@@ -56,6 +57,7 @@ from recoup.tensors import each_tensor
 from recoup.torch_private import (
     OpOverload,
     WatchingMode,
+    current_transform,
     intercept,
     intercepting,
     is_inside_kernel,
@@ -279,18 +281,8 @@ class _Watch(WatchingMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs an operation as the regions do.
-
-        Not if recoup itself makes a copy, if the operation runs functions, or if a mode like this one, of which there
-        may be several, is showing it.
-        """
-        if is_unguarded() or _here.is_showing or not isinstance(func, OpOverload):
-            return func(*args, **(kwargs or {}))
-        _here.is_showing = True
-        try:
-            return _run_in_each(_watching(func), func, args, kwargs or {})
-        finally:
-            _here.is_showing = False
+        """Runs an operation as the regions do."""
+        return _show(_watching(func), func, args, kwargs or {})
 
 
 def _watching(operation: Any) -> list[Region]:
@@ -312,10 +304,27 @@ def intercept_all(operations: Operations) -> None:
 
 def _run_watched(operation: Any, *args: Any, **kwargs: Any) -> Any:
     # A dispatch mode is not shown what a kernel of another operation runs: nor is a region here.
-    if is_inside_kernel() or tracing_context() or not _watching(operation):
+    if is_inside_kernel() or tracing_context() or not (around := _watching(operation)):
         return operation(*args, **kwargs)
-    with _Watch():  # type: ignore[no-untyped-call]
-        return operation(*args, **kwargs)
+    # Below autograd, where a result needs a gradient, and below transforms, whose tensors have other sizes.
+    if operation is KEEP or may_select(operation) or current_transform() is not None:
+        with _Watch():  # type: ignore[no-untyped-call]
+            return operation(*args, **kwargs)
+    return _show(around, operation, args, kwargs)
+
+
+def _show(around: list[Region], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation as the regions do.
+
+    Not if recoup itself makes a copy, if the operation runs functions, or if it is shown already, as by another mode.
+    """
+    if is_unguarded() or _here.is_showing or not isinstance(func, OpOverload):
+        return func(*args, **kwargs)
+    _here.is_showing = True
+    try:
+        return _run_in_each(around, func, args, kwargs)
+    finally:
+        _here.is_showing = False
 
 
 def run_in(region: Region, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

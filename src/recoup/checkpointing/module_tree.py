@@ -9,13 +9,14 @@ NOTE [ Trees ]
     3. Not all modules have one: no attribute may have a history or lead to objects that are followed further, and there
        are no hooks. `FunctionState` looks at those one by one, and at modules that change all the time. Whether a
        partial or a method leads further is looked up in every call: its type does not tell.
+    4. Values are compared by identity, never by `==`: an equal tensor is another one, and 1 is not True.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_not, itemgetter
@@ -37,7 +38,9 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _CONTAINERS = (dict, list, set, frozenset)
 _MOST_ITEMS = 1000
 _MOST_TREES = 4
-"""Of one module: if it changes more often, it has none."""
+"""Of one module, in a row: if it changes all the time, it has none."""
+_LASTING = 8
+"""A tree that was read so often was worth its while."""
 
 _Get = Callable[[Sequence[Any]], tuple[Any, ...]]
 
@@ -47,22 +50,38 @@ class _UnlikeError(Exception):
 
 
 class TreeState(NamedTuple):
-    """What the modules of a tree held: the values of all attributes, then those of all containers."""
+    """What the modules of a tree held.
+
+    Attributes:
+        tree: of these modules.
+        values: of all attributes, then of all containers.
+        dicts: the dictionaries among the attributes that were not empty.
+        lists: the lists that were not empty.
+        empty: the containers that were.
+    """
 
     tree: Tree
     values: list[Any]
+    dicts: tuple[dict[Any, Any], ...]
+    lists: tuple[list[Any], ...]
+    empty: tuple[Any, ...]
 
     def is_unchanged(self) -> bool:
         """Whether every place holds the same objects."""
-        return self.tree.holds(self.values)
+        if any(self.empty):
+            return False
+        attributes = _attributes_of(self.tree.modules())
+        now = chain(_values_of(attributes), _values_of(self.dicts), chain.from_iterable(self.lists))
+        return not any(map(is_not, now, self.values)) and self.tree.is_like(
+            attributes, self.dicts, self.lists
+        )
 
     def places(self) -> Iterator[tuple[Any, Any]]:
         """Every container, with a copy of what it held."""
-        for place in self.tree.empty(self.values):
+        for place in self.empty:
             yield place, {} if isinstance(place, dict) else []
         values, keys = iter(self.values), iter(self.tree.keys)
-        attributes = [module.__dict__ for module in self.tree.modules()]
-        places = [*attributes, *self.tree.dicts(self.values), *self.tree.lists(self.values)]
+        places = [*_attributes_of(self.tree.modules()), *self.dicts, *self.lists]
         for place, length in zip(places, self.tree.lengths, strict=True):
             held = [next(values) for _ in range(length)]
             yield place, held if isinstance(place, list) else {next(keys): value for value in held}
@@ -81,25 +100,27 @@ class Tree:
 
     __slots__ = (
         "_all_tensors", "_attribute_types", "_bound", "_child_indices", "_children", "_constant_values", "_constants",
-        "_item_types", "_modules", "buffers", "dicts", "empty", "keys", "lengths", "lists", "own_code", "tensors",
+        "_dicts", "_empty", "_item_types", "_lists", "_modules", "buffers", "keys", "lengths", "own_code", "tensors",
     )  # fmt: skip
 
     def __init__(self, root: Module) -> None:
         modules = _modules_in(root)
         self._modules = [weakref.ref(module) for module in modules]
         self.own_code = [index for index, module in enumerate(modules) if methods_of_forward(type(module))]
-        names = [name for module in modules for name in module.__dict__]
-        held = _attributes_of(modules)
+        attributes = _attributes_of(modules)
+        names = list(chain.from_iterable(attributes))
+        held = list(_values_of(attributes))
         containers = [place for place, value in enumerate(held) if isinstance(value, _CONTAINERS)]
-        self.empty = _getter([place for place in containers if not held[place]])
+        self._empty = _getter([place for place in containers if not held[place]])
         dicts = [place for place in containers if held[place] and isinstance(held[place], dict)]
         lists = [place for place in containers if held[place] and isinstance(held[place], list)]
-        self.dicts, self.lists = _getter(dicts), _getter(lists)
-        values = held.copy()
-        self.keys, self.lengths = self._add_items(modules, values)
-        self._attribute_types, self._item_types = list(map(type, held)), list(map(type, values[len(held) :]))
+        self._dicts, self._lists = _getter(dicts), _getter(lists)
+        items = [*_values_of(self._dicts(held)), *chain.from_iterable(self._lists(held))]
+        self._attribute_types, self._item_types = list(map(type, held)), list(map(type, items))
+        self.keys = _keys_of(attributes, self._dicts(held))
+        self.lengths = list(map(len, chain(attributes, self._dicts(held), self._lists(held))))
         owners = [*range(len(held)), *(place for place in (*dicts, *lists) for _ in held[place])]
-        self._sort(modules, names, owners, values)
+        self._sort(modules, names, owners, held + items)
 
     def _sort(self, modules: list[Module], names: list[str], owners: list[int], values: list[Any]) -> None:
         """Finds where tensors, modules, and values that must stay the same lie.
@@ -143,55 +164,49 @@ class Tree:
             raise _UnlikeError
         return found
 
-    def read(self) -> list[Any]:
-        """All values as they are now; raises if the modules have another tree by now."""
+    def read(self) -> TreeState:
+        """What the modules hold now; raises if they have another tree by now."""
         modules = self.modules()
-        values = _attributes_of(modules)
-        num_attributes = len(values)
+        attributes = _attributes_of(modules)
+        values = list(_values_of(attributes))
         if list(map(type, values)) != self._attribute_types:
             raise _UnlikeError
+        dicts, lists, empty = self._dicts(values), self._lists(values), self._empty(values)
+        items = [*_values_of(dicts), *chain.from_iterable(lists)]
+        values += items
         if (
-            self._add_items(modules, values) != (self.keys, self.lengths)
-            or list(map(type, values[num_attributes:])) != self._item_types
+            any(empty)
+            or not self.is_like(attributes, dicts, lists)
+            or list(map(type, items)) != self._item_types
             or any(map(is_not, map(_constant, self._constants(values)), self._constant_values))
             or not all(map(_is_fixed, self._bound(values)))
             or any(map(is_not, self._children(values), map(modules.__getitem__, self._child_indices)))
             or any(tensor.grad_fn is not None for tensor in self._all_tensors(values))
         ):
             raise _UnlikeError
-        return values
+        return TreeState(self, values, dicts, lists, empty)
 
-    def holds(self, values: list[Any]) -> bool:
-        """Whether all values are still these."""
-        modules = self.modules()
-        now = _attributes_of(modules)
-        num_attributes = len(now)
-        if num_attributes != len(self._attribute_types) or any(map(is_not, now, values)):
-            return False
-        try:
-            is_alike = self._add_items(modules, now) == (self.keys, self.lengths)
-        except _UnlikeError:
-            return False
-        return is_alike and not any(map(is_not, now[num_attributes:], values[num_attributes:]))
-
-    def _add_items(self, modules: Sequence[Module], values: list[Any]) -> tuple[list[Any], list[int]]:
-        """Adds what lies in containers to the values of all attributes.
-
-        Returns:
-            The keys of all dictionaries, and the lengths of all containers but the empty ones.
-        """
-        if any(self.empty(values)):
-            raise _UnlikeError
-        attributes, dicts, lists = [m.__dict__ for m in modules], self.dicts(values), self.lists(values)
-        values.extend(chain.from_iterable(map(dict.values, dicts)))
-        values.extend(chain.from_iterable(lists))
-        keys = list(chain(chain.from_iterable(attributes), chain.from_iterable(dicts)))
-        return keys, list(map(len, chain(attributes, dicts, lists)))
+    def is_like(
+        self,
+        attributes: Sequence[dict[str, Any]],
+        dicts: Sequence[dict[Any, Any]],
+        lists: Sequence[list[Any]],
+    ) -> bool:
+        """Whether attributes and containers have the keys and lengths of this tree."""
+        lengths = list(map(len, chain(attributes, dicts, lists)))
+        return lengths == self.lengths and _keys_of(attributes, dicts) == self.keys
 
 
-def _attributes_of(modules: Sequence[Module]) -> list[Any]:
-    """The values of all their attributes."""
-    return list(chain.from_iterable([module.__dict__.values() for module in modules]))
+def _attributes_of(modules: Sequence[Module]) -> list[dict[str, Any]]:
+    return [module.__dict__ for module in modules]
+
+
+def _values_of(dicts: Iterable[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
+
+
+def _keys_of(attributes: Iterable[dict[str, Any]], dicts: Iterable[dict[Any, Any]]) -> list[Any]:
+    return list(chain(chain.from_iterable(attributes), chain.from_iterable(dicts)))
 
 
 def _getter(positions: list[int]) -> _Get:
@@ -247,11 +262,11 @@ def _constant(value: Any) -> Any:
 class _Known:
     """The tree of a module, if it has one."""
 
-    __slots__ = ("num_made", "tree")
+    __slots__ = ("num_made", "num_read", "tree")
 
     def __init__(self) -> None:
         self.tree: Tree | None = None
-        self.num_made = 0
+        self.num_made = self.num_read = 0
 
 
 _known = ByIdentity(_Known)
@@ -264,9 +279,12 @@ def note_tree(root: Module) -> TreeState | None:
     while tree is not None or known.num_made < _MOST_TREES:
         try:
             if tree is None:
-                known.num_made += 1
+                known.num_made, known.num_read = known.num_made + 1, 0
                 tree = known.tree = Tree(root)
-            return TreeState(tree, tree.read())
+            known.num_read += 1
+            return tree.read()
         except _UnlikeError:
             tree = known.tree = None
+            if known.num_read > _LASTING:
+                known.num_made = 0
     return None

@@ -91,11 +91,12 @@ class Reach:
             if value.grad_fn is not None:
                 self.originals.append(weakref.ref(value))
             self.roots.append((name, without_history(value)))
-        elif isinstance(value, Generator):
-            self.generators.append(value)
         elif not isinstance(value, _FIXED) and value is not None and id(value) not in self._seen:
             self._seen.add(id(value))
-            if self._depth < _DEEPEST:
+            # Not by `isinstance`, which asks Python code of torch's.
+            if Generator in type(value).__mro__:
+                self.generators.append(value)
+            elif self._depth < _DEEPEST:
                 self._depth += 1
                 with suppress(Exception):  # objects may raise whatever they want when they are looked at
                     self._find_inside(name, value)

@@ -149,7 +149,7 @@ def run_with_hooks(
             return position
         if check and position in leaves:
             owner = tensor if tensor.is_leaf else tensor._base
-            if isinstance(owner, Parameter) and owner is not leaves[position]:
+            if owner is not leaves[position] and isinstance(owner, Parameter):
                 raise mismatch.other_parameter(fn, records, position)
         return tensor.detach()
 

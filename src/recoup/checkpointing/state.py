@@ -43,7 +43,7 @@ from recoup.checkpointing.module_tree import TreeState, note_tree
 from recoup.checkpointing.reach import Reach
 from recoup.errors import CheckpointError, InputChangedError
 from recoup.snapshot.places import hold_hooks, holds, look, replace
-from recoup.tensors import without_history
+from recoup.tensors import span_of, without_history
 
 __all__ = ["FunctionState"]
 
@@ -294,8 +294,7 @@ def _copied(tensors: list[Tensor]) -> list[Tensor]:
 def _copied_range(tensors: list[Tensor]) -> tuple[Any, int]:
     """A copy of the bytes from the first to the last of some tensors in one storage, and where it began there."""
     begins = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
-    spans = [sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)) + 1 for t in tensors]
-    ends = [b + n * t.element_size() for b, n, t in zip(begins, spans, tensors, strict=True)]
+    ends = [b + span_of(t) * t.element_size() for b, t in zip(begins, tensors, strict=True)]
     begin = min(begins) // 16 * 16  # no element of any type is cut
     size = tensors[0].element_size()
     span = tensors[0].detach().as_strided((-(-(max(ends) - begin) // size),), (1,), begin // size)

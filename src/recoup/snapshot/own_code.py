@@ -56,6 +56,7 @@ def content_of(cell: CellType) -> Any:
         return UNBOUND
 
 
+@lru_cache(10_000)
 def is_library(file: str | None) -> bool:
     """Whether code is not the user's own: installed, or built in."""
     return file is None or file.startswith(("<frozen", *_FOLDERS))

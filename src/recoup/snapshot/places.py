@@ -192,10 +192,16 @@ def _is_same(now: Any, then: Any) -> bool:
 
 def hold_hooks(tensors: list[Tensor]) -> Callable[[], None]:
     """Notes the hooks on the gradients of tensors; returns what removes others, as often as it is called."""
-    then = {id(t): [hooks and hooks.copy() for hooks in _hooks_of(t)] for t in tensors if any(_hooks_of(t))}
+    then = {
+        id(t): [hooks and hooks.copy() for hooks in _hooks_of(t)]
+        for t in tensors
+        if t._backward_hooks or t._post_accumulate_grad_hooks
+    }
 
     def restore() -> None:
         for tensor in tensors:
+            if not (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):  # hardly any has
+                continue
             for position, hooks in enumerate(_hooks_of(tensor)):
                 if hooks:
                     before = then.get(id(tensor), (None, None))[position] or {}

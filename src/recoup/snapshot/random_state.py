@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -94,8 +94,10 @@ def _write_state(set_state: Callable[[Tensor], Any], state: bytes) -> None:
         set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-def _without_modes() -> ExitStack:
+def _without_modes() -> AbstractContextManager[Any]:
     """Fake tensors, trackers and function transforms have no business with a generator's state."""
+    if not num_dispatch_modes() and current_transform() is None:
+        return nullcontext()
     stack = ExitStack()
     stack.enter_context(WithoutDispatch())
     stack.enter_context(WithoutTransforms())
