@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recoup.checkpointing import digest as digests
-from recoup.checkpointing.digest import digest, is_same
+from recoup.checkpointing.digest import are_same, digest, fetched, is_same
 
 WAYS = [digest, digests._of_words]
 both = pytest.mark.parametrize("way", WAYS, ids=["host", "words"])
@@ -51,6 +53,28 @@ def test_signs_count_in_both_halves_of_a_word(way: object) -> None:
     flips[2] *= -1
     seen = [way(t) for t in (tensor, *flips)]
     assert not any(is_same(one, other) for i, one in enumerate(seen) for other in seen[:i])
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_all_signs_of_a_few_elements_differ(way: object, dtype: torch.dtype) -> None:
+    """Those of both floats of a word met: a third of such pairs were the same."""
+    torch.manual_seed(0)
+    for num_elements in (2, 3, 8):
+        tensor = torch.randint(1, 100, (num_elements,)).to(dtype)
+        signs = torch.tensor(list(itertools.product((1, -1), repeat=num_elements)), dtype=dtype)
+        assert len({_number(way(row)) for row in tensor * signs}) == 2**num_elements
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_small_numbers_in_a_few_places_differ(way: object, dtype: torch.dtype) -> None:
+    rows = torch.tensor(list(itertools.product((-2, -1, 0, 1, 2), repeat=5)), dtype=dtype)
+    assert len({_number(way(row)) for row in rows}) == len(rows)
+
+
+def _number(found: object) -> object:
+    return int(found) if isinstance(found, Tensor) else found
 
 
 def test_the_order_is_that_of_the_elements_whatever_the_layout() -> None:
@@ -128,3 +152,19 @@ def test_subclasses_are_hashed_and_sparse_ones_are_not() -> None:
     assert is_same(digest(plain.as_subclass(Tagged)), digest(plain))
     assert digest(torch.eye(3).to_sparse()) is None
     assert is_same(None, digest(plain))
+
+
+def test_fetched_ones_are_numbers_and_compare_as_before() -> None:
+    left, right = (digests._of_words(torch.arange(start, start + 9)) for start in (0, 1))
+    host = digest(torch.ones(2))
+    nested = (left, (host, right), None)
+    found = fetched([left, nested, host, None, right])
+    assert found == [int(left), (int(left), (host, int(right)), None), host, None, int(right)]
+    assert is_same(found[0], left)
+    assert not is_same(found[0], right)
+    assert is_same(found[1], nested)
+    assert not is_same(found[1], (left, (host, left), None))
+    assert not is_same(found[1], nested[:2])
+    assert are_same([(left, found[0]), (found[4], right), (None, host)])
+    assert not are_same([(left, found[0]), (found[4], left)])
+    assert fetched([]) == []

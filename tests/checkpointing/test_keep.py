@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import recoup
 from recoup import Checkpoint, checkpoint, keep
 from recoup.checkpointing import Group, Span
+from recoup.checkpointing.frame import Frame
 from recoup.errors import ReplayMismatchError
 
 OPTIONS = Checkpoint(check="values")
@@ -190,3 +192,24 @@ def test_in_a_compiled_function() -> None:
     plain = torch.autograd.grad(keep(model(x).sin()).pow(2).sum(), x)[0]
     compiled = torch.compile(lambda x: keep(model(x).sin()).pow(2), backend="aot_eager", fullgraph=True)
     assert torch.equal(torch.autograd.grad(compiled(x).sum(), x)[0], plain)
+
+
+def test_frames_do_not_outlive_their_graphs_where_graphs_keep() -> None:
+    """From the ninth call on, only operations are watched that have kept something: that of graphs among them."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        kept = torch.ops.recoup.keep(y.sin()) * y
+        (slope,) = torch.autograd.grad(kept.square().sum(), y, create_graph=True)
+        return slope.sum()
+
+    def num_frames() -> int:
+        gc.collect()
+        return sum(type(one) is Frame for one in gc.get_objects())
+
+    x, before = make(), num_frames()
+    plain = torch.autograd.grad(fn(x), x)[0]
+    for _ in range(14):
+        checkpoint(fn, x)
+        assert num_frames() == before
+        assert torch.equal(torch.autograd.grad(checkpoint(fn, x), x)[0], plain)

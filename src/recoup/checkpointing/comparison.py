@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recoup.checkpointing import mismatch
-from recoup.checkpointing.digest import Digest, are_same, digest, digest_of_saved, has_bits, is_same
+from recoup.checkpointing.digest import Digest, are_same, digest, digest_of_saved, fetched, has_bits, is_same
 from recoup.checkpointing.mismatch import Record, kind_of
 from recoup.checkpointing.sampling import never_again
 from recoup.errors import RecoupWarning
@@ -108,8 +108,8 @@ class Result(NamedTuple):
 
 
 def results_of(tensors: list[Tensor]) -> list[Result]:
-    """Notes what a call returned. It takes hardly any memory."""
-    return [Result(digest(tensor), _some_values(tensor)) for tensor in tensors]
+    """Notes what a call returned, on the host: a plan may have no byte of the device to spare."""
+    return list(map(Result, fetched(list(map(digest, tensors))), map(_some_values, tensors)))
 
 
 def _some_values(tensor: Tensor) -> Tensor | None:
@@ -124,7 +124,8 @@ def _values_of_part(tensor: Tensor) -> Tensor | None:
     with torch.no_grad(), WithoutDispatch():
         some = tensor.detach()[tuple(slice(None, None, max(1, size // 3)) for size in tensor.shape)]
         some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
-        return some.to(torch.float64 if some.dtype is torch.float64 else torch.float32, copy=True).flatten()
+        dtype = torch.float64 if some.dtype is torch.float64 else torch.float32
+        return some.to("cpu", dtype, copy=True).flatten()
 
 
 def _differ_by_rounding(pairs: list[tuple[Result, Result]]) -> bool:

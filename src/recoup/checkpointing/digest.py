@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,11 +14,11 @@ from torch.nn import Parameter
 from recoup.tensors import plain_tensors
 from recoup.torch_private import FakeTensor, WithoutDispatch, is_traceable_wrapper_subclass, transform_level
 
-__all__ = ["Digest", "are_same", "digest", "digest_of_saved", "has_bits", "is_same", "packed"]
+__all__ = ["Digest", "are_same", "digest", "digest_of_saved", "fetched", "has_bits", "is_same"]
 
-Digest: TypeAlias = "bytes | Tensor | tuple[Digest, ...] | None"
-"""Of host memory bytes, of a device's memory a tensor there, of a wrapper those of what it wraps; None without plain
-storage."""
+Digest: TypeAlias = "bytes | int | Tensor | tuple[Digest, ...] | None"
+"""Of host memory bytes; of a device's memory a tensor there, and an integer once it was fetched; of a wrapper those of
+what it wraps; None without plain storage."""
 
 _SEEDS = (torch.int64, torch.uint64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -79,37 +79,46 @@ def has_bits(tensor: Tensor) -> bool:
 
 def is_same(left: Digest, right: Digest) -> bool:
     """Whether two digests say that the contents are the same; without digests there is nothing to say against it."""
-    if left is None or right is None:
-        return True
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        return len(left) == len(right) and all(map(is_same, left, right))
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return torch.equal(left, right.to(left.device))
-    return left == right
+    return are_same([(left, right)])
 
 
 def are_same(pairs: list[tuple[Digest, Digest]]) -> bool:
     """Whether the digests of every pair are the same, with one wait for each device."""
-    devices = {left.device for left, _ in pairs if isinstance(left, Tensor)}
-    for device in devices:
-        here = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].device == device]
-        left, right = (torch.stack([one[side] for one in here]) for side in (0, 1))  # type: ignore[misc]
-        if not torch.equal(left, right):
-            return False
-    return all(is_same(left, right) for left, right in pairs if not isinstance(left, Tensor))
+    found = iter(fetched([one for pair in pairs for one in pair]))
+    return all(_is_equal(left, right) for left, right in zip(found, found, strict=True))
 
 
-def packed(digests: list[Digest]) -> list[Digest]:
-    """The same in one piece of memory for each device, whose allocator rounds every piece up."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, found in enumerate(digests):
-        if isinstance(found, Tensor):
-            by_device.setdefault(found.device, []).append(index)
-    for indices in by_device.values():
-        together = torch.stack([digests[index] for index in indices])  # type: ignore[misc]
-        for index, found in zip(indices, together.unbind(), strict=True):
-            digests[index] = found
-    return digests
+def _is_equal(left: Digest, right: Digest) -> bool:
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_is_equal, left, right))
+    return left is None or right is None or left == right
+
+
+def fetched(digests: Sequence[Digest]) -> list[Digest]:
+    """The same on the host, where they take none of a device's memory, with one wait for each device."""
+    waiting: dict[torch.device, list[Tensor]] = {}
+    for tensor in _tensors_of(digests):
+        waiting.setdefault(tensor.device, []).append(tensor)
+    values = {
+        id(tensor): value
+        for tensors in waiting.values()
+        for tensor, value in zip(tensors, torch.stack(tensors).tolist(), strict=True)
+    }
+    return [_with_values(one, values) for one in digests]
+
+
+def _tensors_of(digests: Sequence[Digest]) -> Iterator[Tensor]:
+    for one in digests:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, tuple):
+            yield from _tensors_of(one)
+
+
+def _with_values(found: Digest, values: dict[int, int]) -> Digest:
+    if isinstance(found, tuple):
+        return tuple(_with_values(one, values) for one in found)
+    return values[id(found)] if isinstance(found, Tensor) else found
 
 
 def digest_of_saved(tensor: Tensor) -> Digest:
@@ -181,13 +190,16 @@ def _words_of(piece: Tensor) -> list[Tensor]:
 
 
 def _mixed(words: Tensor, start: int) -> Tensor:
-    """Each word mixed with its place: upper bits are folded into lower ones, and a square carries all of them up.
+    """Each word mixed with its place: twice, its upper half is folded into its lower one, and x + 2x² carries bits up.
 
-    On a device every operation is a kernel of its own: these are few, and a sum of their results still tells apart
-    flipped signs, moved values and changes that cancel in any weighted sum.
+    On a device every operation is a kernel of its own: these are few, no word collides with another one, and a sum of
+    their results still tells apart flipped signs, moved values and changes that cancel in any weighted sum. After one
+    round it did not: the signs of both floats of a word met in the fold.
     """
     mixed = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
     torch.add(words, mixed, alpha=_FACTOR, out=mixed)
     halves = mixed.view(torch.int32).view(-1, 2)  # in place: a shift would take as much memory again
-    halves[:, 0].bitwise_xor_(halves[:, 1])
-    return mixed.mul_(mixed)
+    for _ in range(2):
+        halves[:, 0].bitwise_xor_(halves[:, 1])
+        mixed.addcmul_(mixed, mixed, value=2)
+    return mixed

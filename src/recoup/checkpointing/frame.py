@@ -36,7 +36,7 @@ from recoup.checkpointing.arguments import Arguments
 from recoup.checkpointing.comparison import Compare, Comparison, Result, compare_exactly, results_of
 from recoup.checkpointing.deciding import deciding_site
 from recoup.checkpointing.decisions import ALL, NONE, Handing, Recording, most_bytes_of, run_in
-from recoup.checkpointing.digest import Digest, digest_of_saved, packed
+from recoup.checkpointing.digest import Digest, digest_of_saved, fetched
 from recoup.checkpointing.environment import Environment
 from recoup.checkpointing.guard import StaleGuard
 from recoup.checkpointing.mismatch import Kind, Record, kind_of
@@ -153,11 +153,11 @@ class Frame(Recording):
         if self._state is not None:
             self._state.settle()
         if self._digests is not None:
-            self._digests = packed(self._digests)
             if self.options.check == "sampled":
                 # A second replay would find changed arguments.
                 self._digests = None if changes_arguments else self._digests
                 self._results = results_of(outputs)
+            self._digests = self._digests and fetched(self._digests)
         self.is_settled = True
 
     def pack(self, tensor: Tensor) -> Record | Leaf:
