@@ -69,6 +69,7 @@ def measure_like(profile: Profile, step: TrainingStep, settings: str) -> Measure
     """
     names = dict.fromkeys(unit.module for unit in profile.units if unit.module is not None)
     units = [find_module(step.model, name) for name in names]
+    step.accumulates = profile.accumulates
     try:
         measurement = begin_measurement(step, units=units, engine=profile.engine, settings=settings)
     except UnitError as error:

@@ -19,14 +19,14 @@ Accumulates: TypeAlias = bool | Literal["unreduced"]
 
 
 def read_accumulation(step: TrainingStep, accumulates: Accumulates) -> Accumulates:
-    """What the user says of a step.
+    """What the user says of a step, which notes it.
 
     Raises:
         SampleError: it is none of the values that it can have.
     """
     if accumulates not in (True, False, UNREDUCED):
         raise SampleError(f"accumulates must be True, False or {UNREDUCED!r}; got {accumulates!r}.")
-    if accumulates == UNREDUCED and step.shards:
-        return UNREDUCED
     # Gradients that are views of buckets are there when a step begins.
-    return bool(accumulates) or step.buckets.are_gradients
+    is_unreduced = accumulates == UNREDUCED and bool(step.shards)
+    step.accumulates = UNREDUCED if is_unreduced else bool(accumulates) or step.buckets.are_gradients
+    return step.accumulates

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -18,11 +19,21 @@ from recoup.tensors import (
     needing_gradient,
     num_bytes_of,
     rebuilt,
+    span_of,
     storage_of,
     tensors_in,
 )
 
-__all__ = ["Gradient", "NestedTensorError", "anchored", "described", "gradients_from", "seeded", "seeded_as"]
+__all__ = [
+    "Gradient",
+    "NestedTensorError",
+    "anchored",
+    "copied_as_accumulated",
+    "described",
+    "gradients_from",
+    "seeded",
+    "seeded_as",
+]
 
 
 class Gradient(NamedTuple):
@@ -210,6 +221,36 @@ def seeded_as(pairs: Sequence[tuple[Tensor, Tensor | Gradient | None]]) -> Tenso
     """
     seed: Tensor = _Seed.apply([owner for _, owner in pairs], *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
     return seed
+
+
+@contextmanager
+def copied_as_accumulated(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A block in whose backwards gradients are copied that lie otherwise than their parameters, as for ``.grad``.
+
+    Such is that of a contiguous convolution whose input is channels-last: a transformer's tokens as an image.
+    """
+    hooked = [p for p in parameters if not is_divided(p)]
+    without = [p for p in hooked if p._backward_hooks is None]
+    handles = [p.register_hook(partial(_like_parameter, p)) for p in hooked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in without:
+            # Not an empty dictionary, which every later backward would look at.
+            parameter._backward_hooks = None
+
+
+def _like_parameter(parameter: Tensor, gradient: Tensor) -> Tensor | None:
+    """A copy where autograd makes one; None where a gradient is taken as it is."""
+    if gradient.layout is not torch.strided or parameter.layout is not torch.strided:
+        return None
+    is_alike = gradient.is_contiguous()
+    if span_of(parameter) == parameter.numel():  # only without gaps in memory are strides compared
+        strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+        is_alike = all(own == wanted for size, own, wanted in strides if size != 1)
+    return None if is_alike else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def gradients_from(seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

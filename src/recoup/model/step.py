@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from recoup.errors import LossError, SampleError
+from recoup.model.accumulation import Accumulates
 from recoup.model.caches import without_caches
 from recoup.model.checks import (
     check_compiled_functions,
@@ -108,6 +109,10 @@ class TrainingStep:
             raise _unrepeatable(*self.reached.iterators[0])
         #: Gives the first of some runs the random numbers that all begin with; by default, those that come next.
         self.begin: Callable[[], None] | None = None
+        #: Whether a whole step has run in `finding_writes`, its backward included.
+        self.knows_writes = False
+        #: What its user says of gradients that are there when it begins, after `read_accumulation`.
+        self.accumulates: Accumulates = False
         #: Whether a step begins with gradients of the step before.
         self.leaves_gradients = False
         #: Whether a step of the user's has called `torch.autograd.grad`, which stops at the cuts around units.

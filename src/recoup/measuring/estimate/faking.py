@@ -225,7 +225,9 @@ def faked(step: TrainingStep, hardware: Hardware) -> Iterator[tuple[TrainingStep
         stack.enter_context(suspended(model))
         stack.enter_context(without_caches(model))
         try:
-            yield TrainingStep(model, sample, loss=step.loss), _FakeMeter(hardware, clock)
+            fake = TrainingStep(model, sample, loss=step.loss)
+            fake.accumulates = step.accumulates
+            yield fake, _FakeMeter(hardware, clock)
         except SampleError as error:
             if isinstance(error.__cause__, _NEEDS_VALUES):
                 raise _refusal(model, error.__cause__) from error.__cause__

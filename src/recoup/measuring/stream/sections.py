@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from recoup.devices.meter import Meter
 from recoup.measuring.stream.gradient_views import GradientViews
-from recoup.model.cut_graph import described, seeded
+from recoup.model.cut_graph import copied_as_accumulated, described, seeded
 
 __all__ = ["Section", "Sections"]
 
@@ -51,12 +52,13 @@ class Section:
     to_code: dict[int, int] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
 
-    def backward_bytes(self, meter: Meter, *, frees: bool) -> int:
+    def backward_bytes(self, meter: Meter, *, frees: bool, adds: bool) -> int:
         """The most that lives in its backward, with the gradients of what it handed on; nothing earlier runs.
 
         Args:
             meter: of the device.
             frees: whether each of its operations may let go of what it saved, as in a real step.
+            adds: whether gradients of parameters are there when it begins, and are added to.
         """
         seed = seeded(self.heads)
         if seed is None or not self.edges:
@@ -67,7 +69,8 @@ class Section:
             _marks(node)[_LIVE] = meter.live_bytes() - before
 
         hooks = [node.register_prehook(partial(note_live, node)) for node in self.saving]
-        found = run_grad(seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True)
+        with nullcontext() if adds else copied_as_accumulated(self.parameters):
+            found = run_grad(seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True)
         for hook in hooks:
             hook.remove()
         self._note_gradients(found)

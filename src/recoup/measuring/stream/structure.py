@@ -189,7 +189,8 @@ class _Looker(Visitor):
             for p in section.parameters
             if id(p) in self.trained
         }
-        backward_bytes = section.backward_bytes(self.meter, frees=self.frees)
+        adds = bool(self.step.accumulates) or self.step.leaves_gradients
+        backward_bytes = section.backward_bytes(self.meter, frees=self.frees, adds=adds)
         given = dict.fromkeys((number for number in section.numbers if number is not None), 0)
         self._kept = []
         return Code(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import backward as run_backward
 
 from recoup.devices.meter import Meter, Timing, gc_disabled
-from recoup.model.cut_graph import Gradient, gradients_from, seeded, seeded_as
+from recoup.model.cut_graph import Gradient, copied_as_accumulated, gradients_from, seeded, seeded_as
 from recoup.model.recipe import Recipe, run_recipe
 from recoup.model.streaming import UnitCall
 from recoup.model.undo import made_attributes
@@ -204,7 +204,8 @@ def _backward_peak(
         for tensor in inputs:
             tensor.grad = None
         return meter.peak_bytes() - before
-    gradients_from(seeds, inputs)
+    with copied_as_accumulated(parameters):
+        gradients_from(seeds, inputs)
     shared = parameters if gradients is Gradients.SHARED else []
     return meter.peak_bytes() - before - sum(meter.rounded(num_bytes_of(parameter)) for parameter in shared)
 
