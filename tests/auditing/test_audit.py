@@ -399,6 +399,7 @@ def test_a_step_of_the_users() -> None:
 
 
 def test_an_examination_costs_four_forwards_and_one_backward() -> None:
+    """And a forward, in which calls are watched."""
     forwards, backwards = Tally(), Tally()
 
     class Counted(torch.autograd.Function):
@@ -416,7 +417,7 @@ def test_an_examination_costs_four_forwards_and_one_backward() -> None:
         return Counted.apply(torch.sin(x * unit.weight))
 
     audit_unit(Unit(fn))
-    assert (sum(forwards.take()), len(backwards.take())) == (4, 1)
+    assert (sum(forwards.take()), len(backwards.take())) == (1 + 4, 1)
 
 
 # What is left behind
@@ -459,10 +460,11 @@ class Failing(nn.Module):
     ("at", "expected"),
     [
         (0, [Kind.BUFFERS]),
-        (1, [Kind.REPLAY]),  # the checkpointed forward
-        (2, [Kind.REPLAY, Kind.BUFFERS]),  # its replay
-        (3, [Kind.BUFFERS]),  # the run on other values
-        (4, None),  # the run that the step goes on with
+        (1, [Kind.BUFFERS]),  # the run in which calls are watched, which is repeated
+        (2, [Kind.REPLAY]),  # the checkpointed forward
+        (3, [Kind.REPLAY, Kind.BUFFERS]),  # its replay
+        (4, [Kind.BUFFERS]),  # the run on other values
+        (5, None),  # the run that the step goes on with
     ],
 )
 def test_nothing_is_left_behind(at: int, expected: list[Kind] | None) -> None:

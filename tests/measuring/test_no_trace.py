@@ -127,8 +127,9 @@ def failing_or_not(fails: bool) -> Iterator[None]:
         yield
 
 
-# The first forward with gradients is the training's own; measuring looks, times, and measures bytes and seconds.
-@pytest.mark.parametrize("fails_at", [-1, 2, 3, 4, 5])
+# The first forward with gradients is the training's own, and one that fails while calls are watched is repeated;
+# measuring then looks, times, and measures bytes and seconds.
+@pytest.mark.parametrize("fails_at", [-1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("as_step", [False, True])
 def test_everything_is_as_before(fails_at: int, as_step: bool) -> None:
     model, optimizer, x = trained(fails_at)
@@ -139,7 +140,7 @@ def test_everything_is_as_before(fails_at: int, as_step: bool) -> None:
         model(x).backward()
         optimizer.step()
 
-    with failing_or_not(fails_at > 0):
+    with failing_or_not(fails_at > 2):
         measure(model, None if as_step else x, step=step if as_step else None, optimizer=optimizer)
     assert_same(state_of(model, optimizer), before)
     assert torch.autograd.backward.__module__ == "torch.autograd"
@@ -174,6 +175,41 @@ def test_a_training_run_goes_on_bit_equal() -> None:
         measure(model, x, optimizer=optimizer)
     for name, value in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+class Remembers(nn.Module):
+    """Keeps what it computed: a loss of its own, and a state for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.losses = nn.Linear(6, 6), list[Tensor]()
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x if self.state is None else x + self.state.mean()).tanh()
+        self.losses.append(y.square().mean())
+        self.state = y
+        return y
+
+
+def test_what_a_model_keeps_of_a_watched_forward_does_not_reach_the_next() -> None:
+    """Its graph has no saved tensors."""
+    model, x = nn.Sequential(Remembers(), Remembers()), torch.randn(4, 6)
+
+    def loss(output: Tensor) -> Tensor:
+        return output.mean() + sum(loss for layer in model for loss in layer.losses)
+
+    assert measure(model, x, loss=loss).plain_bytes > 0
+    assert [(layer.losses, layer.state) for layer in model] == [([], None)] * 2
+
+
+def test_no_hook_is_left_on_parameters() -> None:
+    """Not even an empty dictionary of them, which each backward would look at."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    model[0].bias.register_hook(lambda gradient: gradient * 2)
+    measure(model, torch.randn(4, 6), loss=torch.sum)
+    assert model[0].weight._backward_hooks is None
+    assert len(model[0].bias._backward_hooks or ()) == 1
 
 
 def test_forwards_set_on_instances_stay() -> None:

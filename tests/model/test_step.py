@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.errors import LossError, SampleError, UnitError
-from recoup.measuring import measure
+from recoup.measuring import MemoryTracker, measure
 from recoup.model.calls import watch_calls
 from recoup.model.samples import describe_sample
 from recoup.model.step import TrainingStep
@@ -357,3 +357,69 @@ def test_calls_of_a_step_stand_under_one_root() -> None:
     model = mlp()
     root = watch_calls(TrainingStep(model, step=lambda: (model(X) + model(X)).sum().backward()))
     assert [call.name for call in root.walk()] == ["", "", "0", "1", "2", "", "0", "1", "2"]
+
+
+class Keeping(torch.autograd.Function):
+    """Holds a tensor by itself: no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x.tanh()
+        return ctx.kept * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient * (1 - ctx.kept.square())
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Keeping.apply(self.layer(x))
+
+
+class TestMemoryWhileCallsAreWatched:
+    """The plain step need not fit; a few activations of 128 kB do."""
+
+    x, limit_bytes = torch.randn(2048, 16), 6 * 2**17
+
+    def tower(self, kind: Any) -> nn.Sequential:
+        return nn.Sequential(*(kind() for _ in range(12)))
+
+    def watched_bytes(self, model: nn.Module, **subject: Any) -> int:
+        training = TrainingStep(model, **subject)
+        with MemoryTracker(limit_bytes=self.limit_bytes) as memory:
+            root = watch_calls(training)
+        assert sum(call.module in list(model) for call in root.walk()) >= 12
+        return memory.peak_bytes
+
+    def block(self) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def test_of_a_plain_model(self) -> None:
+        assert self.watched_bytes(self.tower(self.block), sample=self.x, loss=total) <= 4 * self.x.nbytes
+
+    def test_of_functions_that_hold_tensors_themselves(self) -> None:
+        self.watched_bytes(self.tower(Keeps), sample=self.x, loss=total)
+
+    def test_of_a_step_with_a_backward_of_another_model(self) -> None:
+        model, other = self.tower(self.block), self.tower(self.block)
+
+        def step() -> None:
+            with torch.no_grad():
+                fake = model(self.x)
+            other(fake).sum().backward()
+            other(model(self.x)).sum().backward()
+
+        self.watched_bytes(model, step=step)
+
+    def test_of_a_forward_that_takes_a_derivative(self) -> None:
+        class Energy(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + torch.func.grad(lambda z: z.tanh().sum())(x)
+
+        model = self.tower(self.block).append(Energy())
+        self.watched_bytes(model, sample=self.x, loss=total)

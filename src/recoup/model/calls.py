@@ -11,7 +11,8 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as hooks
 from torch.nn.utils.parametrize import type_before_parametrizations
 
@@ -91,22 +92,45 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
 
 
+def _forget(tensor: Tensor) -> None:
+    """Of a graph that is not run backwards."""
+
+
+def _forgotten(packed: None) -> Tensor:
+    raise RuntimeError("nothing is saved while calls are watched")
+
+
 def watch_calls(step: TrainingStep) -> ModuleCall:
     """Runs the step's forward once and returns its calls, under one root; notes the step's inputs.
 
-    It runs without a graph, which may not fit; with one only if the forward runs a backward of its own.
+    It runs with gradients, but holds nothing for a backward: without gradients attention has kernels of its own, which
+    take up to a second to build. Where that fails or does not fit, since the forward runs a backward of its own, or a
+    function holds tensors itself, it runs without a graph; and with one, which may not fit, where it needs one.
 
     Raises:
         SampleError: the model does not take the sample.
     """
     try:
-        with torch.no_grad():
+        # What the model keeps of this graph cannot be run backwards: it is put back.
+        with step.repeated(), saved_tensors_hooks(_forget, _forgotten):
+            return _watch_calls(step)
+    except SampleError:
+        raise
+    except Exception:
+        pass  # and let go of the frames that it holds, with their tensors
+    return _watch_without_gradients(step)
+
+
+def _watch_without_gradients(step: TrainingStep) -> ModuleCall:
+    try:
+        with step.repeated(), torch.no_grad():
             return _watch_calls(step)
     except (torch.OutOfMemoryError, SampleError):
         raise
     except Exception as first:
         try:
-            return _watch_calls(step)
+            with step.repeated():
+                return _watch_calls(step)
         except torch.OutOfMemoryError:
             raise
         except Exception as second:
