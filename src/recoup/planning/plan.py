@@ -234,12 +234,14 @@ class Session:
         """The smallest budget at which any solver answers."""
         return min(peak for solver in self.solvers for peak in self._tight_peaks(solver))
 
+    def has_plan_within(self, num_bytes: int) -> bool:
+        """Whether `smallest_bytes` is no more than that. One answer tells, and one for less has less as a rule."""
+        peaks = (peak for solver in self.solvers for peak in self._tight_peaks(solver, num_bytes))
+        return any(peak <= num_bytes for peak in peaks)
+
     def is_near_smallest(self, budget_bytes: int) -> bool:
         """Whether a budget is so small that answers for other seconds may need more, or less, than it."""
-        most_bytes = budget_bytes - self._rounded_bytes
-        # One answer with less is enough; one for less, with which it begins, has less as a rule.
-        peaks = (peak for solver in self.solvers for peak in self._tight_peaks(solver, most_bytes))
-        return bool(self._rounded_bytes) and all(peak > most_bytes for peak in peaks)
+        return bool(self._rounded_bytes) and not self.has_plan_within(budget_bytes - self._rounded_bytes)
 
     def _tight_peaks(self, solver: Solver, first_bytes: int = -1) -> Iterator[int]:
         """Of answers for no more than ``first_bytes``, then of the others."""
@@ -387,8 +389,7 @@ class Session:
         smallest = self.smallest_bytes
         if budget_bytes >= smallest:
             names = ", ".join(solver.name for solver in self.solvers)
-            asked = f"{names}: no answer for {budget_bytes} bytes"
-            raise AssertionError(f"{asked}, though the smallest is said to be {smallest}")
+            raise AssertionError(f"{names}: no answer for {budget_bytes} bytes; the smallest is {smallest}")
         tight = self.plan(smallest)
         unit = self.problem.units[tight.predicted.peak.unit].name
         message = (

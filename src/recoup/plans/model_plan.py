@@ -281,9 +281,7 @@ def find_schedule(profile: Profile, most_bytes: int, session: Session) -> planni
     found = session.find(most_bytes)
     # Measured seconds may lead below the smallest budget, or end above it: it is known without them.
     if found is None or session.is_near_smallest(most_bytes):
-        if tightest(profile).predicted_bytes > most_bytes:
-            return None
-        return found or profile.tightest
+        return (found or profile.tightest) if profile.may_fit(most_bytes) else None
     return found
 
 

@@ -9,7 +9,7 @@ from recoup.model.accumulation import Accumulates
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import Recipe
 from recoup.planning import Backward, Forward, Keep, Phase, Plan, Problem, Schedule, Simulation, simulate
-from recoup.plans.tightest import tightest_plan
+from recoup.plans.tightest import Tightest
 from recoup.sizes import format_bytes
 
 __all__ = ["Profile", "ProfiledUnit", "Residents"]
@@ -128,9 +128,17 @@ class Profile:
         return simulate(self.problem, self.plain_schedule)
 
     @cached_property
+    def _tightest(self) -> Tightest:
+        return Tightest(self.problem, [unit.recipes for unit in self.units])
+
+    @property
     def tightest(self) -> Plan:
-        """The plan that needs the least memory. A refusal asks for it several times, and it takes long to find."""
-        return tightest_plan(self.problem, [unit.recipes for unit in self.units])
+        """The plan that needs the least memory."""
+        return self._tightest.plan
+
+    def may_fit(self, num_bytes: int) -> bool:
+        """Whether the tightest plan of a single forward, and the optimizer's step, need no more."""
+        return self.residents.optimizer_peak_bytes <= num_bytes and self._tightest.fits(num_bytes)
 
     @property
     def is_captured(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 from recoup.errors import ScheduleError
 from recoup.model.recipe import RECOMPUTE, Recipe
@@ -16,7 +18,7 @@ from recoup.planning.solvers.bounds import relaxed_bound
 from recoup.planning.solvers.chain import ChainSolver
 from recoup.planning.solvers.select import SelectSolver
 
-__all__ = ["recomputing", "session_of", "tightest_plan", "way_to_recompute"]
+__all__ = ["Tightest", "recomputing", "session_of", "way_to_recompute"]
 
 _MANY_UNITS = 120
 """With more units `select` is asked too: `chain` rounds bytes more coarsely there. By `chain` alone, made-up steps took
@@ -35,7 +37,7 @@ def session_of(problem: Problem, *, proves: bool = True) -> Session:
     return Session(problem, solvers=solvers, proves=proves)
 
 
-def tightest_plan(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Plan:
+class Tightest:
     """The plan that needs the least memory, as predicted; the same one whatever the seconds of the day.
 
     Recipes that measured seconds have chosen are left out, and the others are taken in an order without seconds.
@@ -44,21 +46,45 @@ def tightest_plan(problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> Pl
         problem: a model's step.
         recipes: for every unit, in the order of its options.
     """
-    kept = [_steady_order(own) for own in recipes]
-    chosen = [tuple(own[index] for index in indices) for own, indices in zip(recipes, kept, strict=True)]
-    steady = _with_steady_seconds(with_numbered_options(problem, kept), chosen)
-    session = session_of(steady, proves=False)
-    best = session.plan(session.smallest_bytes)
-    # Solvers calculate with rounded bytes, and may pass over it. Not every step allows it.
-    by_hand = recomputing(steady, chosen, range(problem.num_units))
-    with suppress(ScheduleError):
-        if simulate(steady, by_hand).peak_bytes < best.predicted.peak_bytes:
-            best = replace(best, schedule=by_hand, solver=BY_HAND)
-    best = replace(best, schedule=best.schedule.with_options(kept))
-    predicted = simulate(problem, best.schedule)
-    least_bytes = predicted.peak_bytes
-    bound = relaxed_bound(problem, least_bytes)
-    return replace(best, problem=problem, budget_bytes=least_bytes, bound=bound, predicted=predicted)
+
+    def __init__(self, problem: Problem, recipes: Sequence[tuple[Recipe, ...]]) -> None:
+        self._problem = problem
+        self._kept = [_steady_order(own) for own in recipes]
+        chosen = [
+            tuple(own[index] for index in indices) for own, indices in zip(recipes, self._kept, strict=True)
+        ]
+        self._steady = _with_steady_seconds(with_numbered_options(problem, self._kept), chosen)
+        # Solvers calculate with rounded bytes, and may pass over it. Not every step allows it.
+        self._by_hand = recomputing(self._steady, chosen, range(problem.num_units))
+        self._by_hand_bytes = math.inf
+        with suppress(ScheduleError):
+            self._by_hand_bytes = simulate(self._steady, self._by_hand).peak_bytes
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether `plan` needs no more than that: finding the plan itself takes longer."""
+        if "plan" in self.__dict__ or self._by_hand_bytes <= num_bytes:
+            return self._by_hand_bytes <= num_bytes or self.plan.predicted.peak_bytes <= num_bytes
+        # No longer than needed: the tables of its solvers take hundreds of MiB for deep models.
+        session = session_of(self._steady, proves=False)
+        if session.has_plan_within(num_bytes):
+            return True
+        self.__dict__["plan"] = self._found(session)  # whoever refuses a budget asks for it
+        return False
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self._found(session_of(self._steady, proves=False))
+
+    def _found(self, session: Session) -> Plan:
+        best = session.plan(session.smallest_bytes)
+        if self._by_hand_bytes < best.predicted.peak_bytes:
+            best = replace(best, schedule=self._by_hand, solver=BY_HAND)
+        best = replace(best, schedule=best.schedule.with_options(self._kept))
+        predicted = simulate(self._problem, best.schedule)
+        num_bytes = predicted.peak_bytes
+        bound = relaxed_bound(self._problem, num_bytes)
+        return replace(best, problem=self._problem, budget_bytes=num_bytes, bound=bound, predicted=predicted)
 
 
 def recomputing(problem: Problem, recipes: Sequence[tuple[Recipe, ...]], units: Collection[int]) -> Schedule:
