@@ -108,7 +108,7 @@ def test_the_plan_does_without_cuts_whose_code_is_wrong(break_code: Callable[...
     assert all(note in " ".join(str(fitted).split()) for note in wrong)
     assert cuts_in(fitted.plan) <= {"compiled", "recompute, compiled"}
     ours = run(model, sample)
-    with kept(model, fitted.profile):
+    with kept(model, fitted.profile, []):
         assert_equal(ours, run(model, sample))
 
 

@@ -362,10 +362,29 @@ class TestCompiled:
             plan = recoup.plan(profile, budget_bytes)
             recoup.apply(model, plan)
             ours = run(model, sample)
-            with kept(model, profile):
+            with kept(model, profile, []):
                 assert_equal(ours, run(model, sample))
             peak_bytes = profile.problem.resident_bytes + real_peak_bytes(model, sample)
             assert peak_bytes == plan.predicted_bytes <= budget_bytes
+
+
+def test_plain_steps_of_captured_units_keep_their_stand_ins() -> None:
+    """A race times them in turn with plans, whose stand-ins stay the same, too."""
+    from recoup.engines.real_steps import RealSteps
+    from recoup.model.replace_forward import installed
+    from recoup.model.step import TrainingStep
+
+    model, sample = Mixed(FeedForward), (torch.randn(32, 16),)
+    profile = recoup.measure(model, sample, engine="captured")
+    recoup.apply(model, recoup.plan(profile, profile.plain_bytes))
+    steps = RealSteps(TrainingStep(model, sample), profile)
+    before, seen = installed(model), []
+    for _ in range(2):
+        with steps.keeping():
+            seen.append(installed(model))
+        assert installed(model) == before
+    assert seen[0] == seen[1] != before
+    assert len(seen[0]) > 0
 
 
 class WithUnusedOutput(nn.Module):

@@ -41,7 +41,7 @@ def test_a_fit_to_a_budget_that_everything_kept_passes(name: str, share: float) 
     peak_bytes = fitted.profile.problem.resident_bytes + real_peak_bytes(model, sample)
     assert peak_bytes == seen.peak_bytes >= fitted.plan.predicted_bytes - SLACK.get(name, 0)
     ours = run(model, sample)
-    with kept(model, fitted.profile):
+    with kept(model, fitted.profile, []):
         assert_equal(ours, run(model, sample))
     eager = run(recoup.remove(model), sample)
     error = seen.gradients.removeprefix(AS_KEPT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -13,13 +15,13 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.devices.meter import CpuMeter, Timing
-from recoup.engines import is_applied
+from recoup.engines import is_applied, real_steps
 from recoup.engines.racing import Candidate, Lap, race, take_turns
 from recoup.engines.real_steps import RealSteps
 from recoup.errors import OverBudgetError
 from recoup.model.recipe import RECOMPUTE
 from recoup.model.step import TrainingStep
-from recoup.plans.by_hand import plan_by_hand, recomputing, usual_plans
+from recoup.plans.by_hand import plan_by_hand, recomputing, usual_plan
 from recoup.plans.model_plan import ModelPlan, plan
 from recoup.plans.rivals import rivals_of
 
@@ -120,8 +122,21 @@ def test_five_rounds_are_enough() -> None:
 def test_a_race_has_two_rounds_however_long_a_step_takes() -> None:
     alone = take_turns(turns([2.0] * 5), num_racing=1, enough_s=1.0)
     assert alone == [(2.0,)]
-    raced = take_turns(turns([2.0] * 5, [2.1] * 5), num_racing=2, enough_s=1.0)
-    assert raced == [(2.0, 2.0), (2.1, 2.1)]
+    raced = take_turns(turns([2.0] * 5, [1.9] * 5), num_racing=2, enough_s=1.0)
+    assert raced == [(2.0, 2.0), (1.9, 1.9)]
+
+
+def test_of_two_rounds_who_loses_the_first_does_not_run_the_second() -> None:
+    """To win, it would have to be faster in both. What does not race is timed in both."""
+    rows = [0.2] * 5, [0.19, 0.3], [0.201, 0.1], [0.5] * 5
+    times = take_turns(turns(*rows), num_racing=3, enough_s=0.4)
+    assert times == [(0.2, 0.2), (0.19, 0.3), (0.201,), (0.5, 0.5)]
+    # However fast the second step is, and even where the host turns out to be busy: there is no third round.
+    quicker = take_turns(turns([0.08, 0.05, 0.05], [0.081, 0.04, 0.04]), num_racing=2, enough_s=0.15)
+    assert quicker == [(0.08, 0.05), (0.081,)]
+    # Of three rounds it may still win two.
+    more = take_turns(turns([0.2] * 5, [0.201, 0.1, 0.1]), num_racing=2, enough_s=0.6)
+    assert more == [(0.2,) * 3, (0.201, 0.1, 0.1)]
 
 
 def test_who_is_clearly_behind_leaves_the_race() -> None:
@@ -166,6 +181,29 @@ def test_real_steps_decide(clock: Any, block_s: float) -> None:
     assert [one.seconds for one in found.finishers] == pytest.approx([8 * each_s, 11 * each_s])
     assert found.plain.seconds == pytest.approx(6 * each_s)
     assert [one.is_kept for one in found.finishers] == [True, False]
+
+
+def test_each_candidate_keeps_its_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step under a plan that was just applied takes longer."""
+    model, batch = model_and_batch()
+    profile = profile_of(model, batch)
+    seen: list[tuple[str, int]] = []
+
+    def time_step(meter: CpuMeter, run: Callable[[], Any]) -> Timing:
+        root = vars(model).get("forward")
+        if root is not None:
+            seen.append(
+                ("planned" if type(model[0].forward).__name__ == "UnitForward" else "other", id(root))
+            )
+        run()
+        return Timing(0.01, 0.0)
+
+    monkeypatch.setattr(CpuMeter, "time_step", time_step)
+    ran = run_race(model, batch, by_hand(profile, [0, 1], 2**40), by_hand(profile, [2, 3], 2**40))
+    assert [len(lap.times_s) for _, lap in ran.laps] == [5, 5]
+    planned, other = ([one for name, one in seen if name == wanted] for wanted in ("planned", "other"))
+    assert (len(planned), len(set(planned))) == (5, 1)
+    assert (len(other), len(set(other))) == (6, 1)  # the first of which is not counted
 
 
 def test_between_equals_the_plan_stays(clock: Any) -> None:
@@ -229,37 +267,37 @@ def middle(profile: recoup.Profile) -> int:
     return (recoup.minimum_budget(profile) + profile.plain_bytes) // 2
 
 
-def test_the_usual_plans_fit_and_are_as_small_as_can_be() -> None:
+def test_the_usual_plan_fits_and_recomputes_as_little_as_can_be() -> None:
     model, batch = model_and_batch()
     profile = profile_of(model, batch)
     budget = middle(profile)
-    (first_name, first), (every_name, every) = usual_plans(profile, budget)
-    assert every_name == "recompute every large unit"
-    count = int(first_name.removeprefix("recompute the first ").split()[0])
+    usual = usual_plan(profile, budget)
+    assert usual is not None
+    name, first = usual
+    count = int(name.removeprefix("recompute the first ").split()[0])
     assert 1 < count < NUM_BLOCKS
     assert [first.recipe(leaf) == RECOMPUTE for leaf in first.items[:NUM_BLOCKS]] == [
         index < count for index in range(NUM_BLOCKS)
     ]
     assert first.predicted_bytes <= budget < by_hand(profile, list(range(count - 1)), budget).predicted_bytes
-    assert all(every.recipe(leaf) == RECOMPUTE for leaf in every.items[:NUM_BLOCKS])
-    assert usual_plans(profile, profile.residents.optimizer_peak_bytes) == []
+    assert usual_plan(profile, profile.residents.optimizer_peak_bytes) is None
 
 
 def test_rivals_do_other_work_than_the_plan() -> None:
     model, batch = model_and_batch()
     profile = profile_of(model, batch)
     budget = middle(profile)
-    names = [name for name, _ in usual_plans(profile, budget)]
-    every = dict(usual_plans(profile, budget))["recompute every large unit"]
-    assert "recompute every large unit" in names
-    assert "recompute every large unit" not in [name for name, _ in rivals_of(every)]
+    usual = usual_plan(profile, budget)
+    assert usual is not None
+    name, first = usual
+    assert name not in [rival for rival, _ in rivals_of(first)]
     # The same number of other units of the same kind.
-    count = int(names[0].removeprefix("recompute the first ").split()[0])
+    count = int(name.removeprefix("recompute the first ").split()[0])
     assert len({unit.kind for unit in profile.units[1:5]}) == 1
     other = by_hand(profile, [0, *range(5 - count + 1, 5)], budget)
-    assert other.items != dict(usual_plans(profile, budget))[names[0]].items
-    assert names[0] not in [name for name, _ in rivals_of(other)]
-    assert all(rival.budget_bytes == budget >= rival.predicted_bytes for _, rival in rivals_of(other))
+    assert other.items != first.items
+    assert rivals_of(other) == []
+    assert rivals_of(by_hand(profile, list(range(NUM_BLOCKS)), budget)) == [usual]
 
 
 def test_a_plan_that_keeps_everything_has_no_rivals() -> None:
@@ -346,3 +384,97 @@ def test_a_race_leaves_no_trace() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     recoup.remove(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+# Blocks that were left over
+
+
+@pytest.mark.parametrize(("left_bytes", "made_room"), [(0, False), (100, True), (10**6, False)])
+def test_a_step_that_left_over_blocks_make_pass_its_budget_is_recorded_without_them(
+    monkeypatch: pytest.MonkeyPatch, left_bytes: int, made_room: bool
+) -> None:
+    """A million bytes are too many to be left over."""
+    left = {"bytes": left_bytes, "rooms": 0}
+    peak_bytes, record = CpuMeter.peak_bytes, real_steps.record
+
+    def empty_cache(meter: CpuMeter) -> None:
+        left.update(bytes=0, rooms=left["rooms"] + 1)
+
+    def recorded(meter: CpuMeter, run: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuMeter, "peak_bytes", lambda meter: peak_bytes(meter) + left["bytes"])
+            return record(meter, run)
+
+    monkeypatch.setattr(CpuMeter, "keeps_blocks", True)
+    monkeypatch.setattr(CpuMeter, "empty_cache", empty_cache)
+    monkeypatch.setattr(real_steps, "record", recorded)
+    model, batch = model_and_batch()
+    profile = profile_of(model, batch)
+    chosen = plan(profile, recoup.minimum_budget(profile))
+    ran = run_race(model, batch, chosen)
+    assert left["rooms"] == made_room
+    assert ran.winning.recorded.peak_bytes == chosen.predicted_bytes + left["bytes"]
+    assert bool(ran.winning.times_s) == (left["bytes"] == 0)
+    if made_room:
+        left.update(bytes=left_bytes, rooms=0)
+        recoup.remove(model)
+        options = {"loss": loss_of, "units": "*", "budget": chosen.predicted_bytes, "race": False}
+        fitted = recoup.fit(model, batch, **options)
+        assert fitted.verification.peak_bytes == chosen.predicted_bytes
+        assert left["rooms"] == 2  # before the step was recorded again, and when the fit had ended
+        left.update(bytes=left_bytes, rooms=0)
+        seen = recoup.verify(model, fitted.plan, batch, loss=loss_of)
+        assert seen.peak_bytes == chosen.predicted_bytes
+        assert left["rooms"] == 1
+
+
+def test_a_rival_is_not_refused_for_left_over_blocks(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of them as the plan has bytes to spare, and one more than the rival has."""
+    model, batch = model_and_batch()
+    profile = profile_of(model, batch)
+    slow, fast = by_hand(profile, [0, 1, 2], 2**40), by_hand(profile, [0, 1], 2**40)
+    assert slow.predicted_bytes < fast.predicted_bytes
+    budget_bytes = fast.predicted_bytes
+    left, num_recorded = {"bytes": 0}, itertools.count(1)
+    peak_bytes, record = CpuMeter.peak_bytes, real_steps.record
+
+    def recorded(meter: CpuMeter, run: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuMeter, "peak_bytes", lambda meter: peak_bytes(meter) + left["bytes"])
+            found = record(meter, run)
+        if next(num_recorded) <= 2:
+            left["bytes"] = 100  # of the plan's step and of the plain one
+        return found
+
+    monkeypatch.setattr(CpuMeter, "keeps_blocks", True)
+    monkeypatch.setattr(CpuMeter, "empty_cache", lambda meter: left.update(bytes=0))
+    monkeypatch.setattr(real_steps, "record", recorded)
+    clock(0.1, 0.0)
+    plans = (replace(one, budget_bytes=budget_bytes) for one in (slow, fast))
+    ran = run_race(model, batch, *plans)
+    assert ran.winner.items == fast.items
+    assert ran.winning.recorded.peak_bytes == fast.predicted_bytes
+    assert next(num_recorded) == 6  # once with them, and twice without
+
+
+def test_a_step_that_leaves_such_blocks_itself_passes_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step on an empty cache does not have them, all later ones do."""
+    left = {"bytes": 0}
+    peak_bytes, record = CpuMeter.peak_bytes, real_steps.record
+
+    def recorded(meter: CpuMeter, run: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuMeter, "peak_bytes", lambda meter: peak_bytes(meter) + left["bytes"])
+            found = record(meter, run)
+        left["bytes"] = 100
+        return found
+
+    monkeypatch.setattr(CpuMeter, "keeps_blocks", True)
+    monkeypatch.setattr(CpuMeter, "empty_cache", lambda meter: left.update(bytes=0))
+    monkeypatch.setattr(real_steps, "record", recorded)
+    model, batch = model_and_batch()
+    profile = profile_of(model, batch)
+    chosen = plan(profile, recoup.minimum_budget(profile))
+    left["bytes"] = 100
+    ran = run_race(model, batch, chosen)
+    assert ran.laps[0][1].recorded.peak_bytes == chosen.predicted_bytes + 100

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup.measuring import MemoryTracker
+from recoup.engines.real_steps import RealSteps
+from recoup.measuring import MemoryTracker, measure
+from recoup.model.step import TrainingStep
 
 
 class Replacing(torch.optim.Optimizer):
@@ -81,3 +83,77 @@ class TestOptimizerState:
         recoup.remove(model)
         assert fitted.verification is not None
         assert fitted.verification.peak_bytes == pytest.approx(self.real_peak_bytes(model, step), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bfloat16", "float32", "float64"]
+)
+def test_shaken_steps_differ_by_rounding_and_leave_no_trace(dtype: torch.dtype) -> None:
+    model, x = make_model().to(dtype), torch.randn(32, 64, dtype=dtype)
+    model[0][0].requires_grad_(False)
+    step = TrainingStep(model, x, loss=lambda output: output.square().mean())
+    steps = RealSteps(step, measure(model, x, loss=step.loss))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = steps.results(torch.clone)
+    with steps.shaken():
+        for name, value in model.named_parameters():
+            changed = (value - before[name]).abs()
+            assert bool((changed > 0).all()) == value.requires_grad
+            assert (changed <= torch.finfo(dtype).eps * before[name].abs()).all()
+        shaken = steps.results(torch.clone)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for name, gradient in plain.items():
+        apart = float((shaken[name] - gradient).norm() / gradient.norm())
+        assert 0 < apart < 10 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_under_autocast_the_last_bits_of_its_dtype_are_shaken(autocast: torch.dtype) -> None:
+    """Those of 32 bits are mostly cut off there."""
+    model, x = make_model(), torch.randn(32, 64)
+
+    def loss(output: Tensor) -> Tensor:
+        return output.float().square().mean()
+
+    with torch.autocast("cpu", autocast):
+        steps = RealSteps(TrainingStep(model, x, loss=loss), measure(model, x, loss=loss))
+        plain = steps.results(torch.clone)
+        cast = {name: value.to(autocast) for name, value in model.named_parameters()}
+        with steps.shaken():
+            for name, value in model.named_parameters():
+                changed = (value.to(autocast).float() - cast[name].float()).abs()
+                normal = cast[name].abs() > 2 * torch.finfo(autocast).smallest_normal
+                assert (changed[normal] > 0).all()
+                assert (changed <= 2 * torch.finfo(autocast).eps * cast[name].abs().float())[normal].all()
+            shaken = steps.results(torch.clone)
+    for name, gradient in plain.items():
+        apart = float((shaken[name] - gradient).norm() / gradient.norm())
+        assert 0.1 * torch.finfo(autocast).eps < apart < 10 * torch.finfo(autocast).eps
+
+
+def test_weights_are_as_they_were_where_two_parameters_share_them_or_one_cannot_be_shaken() -> None:
+    model = make_model()
+    model[1][0].weight = nn.Parameter(model[0][0].weight.data)
+    step = TrainingStep(model, torch.randn(32, 64), loss=lambda output: output.square().mean())
+    steps = RealSteps(step, measure(model, step.sample, loss=step.loss))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with steps.shaken():
+        assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    flat = torch.randn(2, 64, 64)
+    model[0][0].weight, model[1][0].weight = map(nn.Parameter, flat)  # which share no element
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with steps.shaken():
+        assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # One of which is the other, transposed.
+    model[1][0].weight = nn.Parameter(model[0][0].weight.data.t())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with steps.shaken():
+        assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.append(nn.Linear(64, 1))
+    model[-1].weight = nn.Parameter(torch.zeros(1, 1).expand(1, 64))
+    with pytest.raises(RuntimeError, match="single memory location"), steps.shaken():
+        pass
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())

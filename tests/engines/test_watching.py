@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import recoup
+from recoup.checkpointing.sampling import sampling
 from recoup.devices.tracker import MemoryTracker
-from recoup.engines import Leaf, ModelPlan
+from recoup.engines import Leaf, ModelPlan, watching
 from recoup.errors import RecoupWarning
 from recoup.measuring import Profile, Recipe
+from recoup.model.conditions import trained_bytes_of
 from recoup.model.recipe import KEEP, RECOMPUTE
 
 
@@ -566,6 +568,24 @@ def test_more_parameters_are_trained(change: str, share: float) -> None:
     # Not in every call, later on.
     with pytest.warns(RecoupWarning, match=r"parameters that are trained have (6.50|13.0) KiB, and had"):
         step(model, X.to(next(model.parameters()).dtype))
+
+
+def test_parameters_are_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = stack_with_plan(1.0)
+    looked: list[int] = []
+    current = [0]
+
+    def count(given: nn.Module) -> int:
+        looked.append(current[0])
+        return trained_bytes_of(given)
+
+    monkeypatch.setattr(watching, "trained_bytes_of", count)
+    with sampling("never"):  # as in steps that are timed
+        step(model)
+    assert looked == []
+    for current[0] in range(1, 200):
+        step(model)
+    assert looked == [1, 2, 4, 8, 16, 32, 64, 128, 192]
 
 
 def test_a_plan_that_keeps_everything_tells_too() -> None:

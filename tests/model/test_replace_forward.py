@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recoup
 from recoup.model.recipe import InnerForward, MarkedCall, Recipe, run_recipe
-from recoup.model.replace_forward import StandIn, install, installed, intercepted, suspended, uninstall
+from recoup.model.replace_forward import (
+    StandIn,
+    install,
+    installed,
+    intercepted,
+    suspended,
+    uninstall,
+    uninstall_plan,
+)
+from recoup.policies import KeepNone
 
 
 class Doubled(StandIn):
@@ -132,3 +142,27 @@ class TestRecipes:
         assert Recipe(whole=True).name == "recompute"
         unit = nn.Sequential(nn.Sequential(nn.Tanh()), nn.Tanh())
         assert Recipe(inner=("0.0", "1")).modules(unit) == {unit[0][0], unit[1]}
+
+
+def test_a_class_whose_forward_was_replaced_meanwhile() -> None:
+    """As libraries do that patch whole classes: nothing of the old one stays on an instance."""
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    layer = Layer()
+    install(layer, Doubled(layer))
+    Layer.forward = lambda self, x: x + 3  # type: ignore[method-assign]
+    uninstall_plan(layer)
+    assert vars(layer).keys() == vars(Layer()).keys()
+    assert torch.equal(layer(X), X + 3)
+
+
+def test_who_replaces_a_stand_in_keeps_the_forward_and_nothing_else() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)))
+    recoup.apply(model, KeepNone())
+    wrapped = model[0].forward
+    model[0].forward = lambda x: wrapped(x) * 2
+    recoup.remove(model)
+    assert set(vars(model[0])) - set(vars(model[1])) == {"forward"}

@@ -10,8 +10,8 @@ from report_subjects import make_profile
 from recoup.errors import BudgetError
 from recoup.model.recipe import KEEP, RECOMPUTE
 from recoup.planning import Problem
-from recoup.plans.by_hand import plan_by_hand, recomputing, usual_plans
-from recoup.plans.model_plan import minimum_budget, plan, plan_with_less
+from recoup.plans.by_hand import plan_by_hand, recomputing, usual_plan
+from recoup.plans.model_plan import ModelPlan, minimum_budget, plan, plan_with_less
 from recoup.plans.profile import Profile
 from recoup.plans.rivals import plan_with_rivals, rivals_of
 from recoup.sizes import format_bytes
@@ -43,8 +43,11 @@ def test_below_the_smallest_budget_there_is_no_such_plan() -> None:
 def test_small_units_are_not_recomputed_by_hand() -> None:
     """The embedding saves 1 MiB; blocks save 8 and 10."""
     small = make_profile(8, embed_mib=0.5)
-    (_, every), *_ = reversed(usual_plans(small, MIDDLE))
-    recipes = [every.recipe(leaf) for leaf in every.items]
+    every = plan_by_hand(small, recomputing(small, range(1, 9))).predicted_bytes
+    found = usual_plan(small, every)
+    assert found is not None
+    assert found[0] == "recompute every large unit"
+    recipes = [found[1].recipe(leaf) for leaf in found[1].items]
     assert recipes == [KEEP, *[RECOMPUTE] * 8, KEEP, KEEP]
 
 
@@ -54,25 +57,28 @@ def test_on_a_gpu_recomputing_every_unit_races_where_it_nearly_fits() -> None:
     every = plan_by_hand(PROFILE, recomputing(PROFILE, range(10)))
     nearly = every.predicted_bytes * 995 // 1000
     assert nearly > minimum_budget(PROFILE)
-    assert usual_plans(PROFILE, nearly) == []
-    ((name, found),) = usual_plans(on_gpu, nearly)
+    assert usual_plan(PROFILE, nearly) is None
+    usual = usual_plan(on_gpu, nearly)
+    assert usual is not None
+    name, found = usual
     assert name == "recompute every large unit"
     assert found.predicted_bytes > found.budget_bytes == nearly
-    assert usual_plans(on_gpu, every.predicted_bytes * 985 // 1000) == []
+    assert usual_plan(on_gpu, every.predicted_bytes * 985 // 1000) is None
 
 
 def test_rivals_are_few_and_not_far_behind() -> None:
     chosen = plan(PROFILE, MIDDLE)
-    names = [name for name, _ in usual_plans(PROFILE, MIDDLE)]
-    assert names == ["recompute the first 7 large units", "recompute every large unit"]
+    usual = usual_plan(PROFILE, MIDDLE)
+    assert usual is not None
+    assert usual[0] == "recompute the first 7 large units"
     needed = [
         plan_by_hand(PROFILE, recomputing(PROFILE, range(count))).predicted_bytes for count in range(10)
     ]
     assert [size <= MIDDLE for size in needed] == [False] * 7 + [True] * 3
     assert all(rival.predicted_s <= 1.15 * chosen.predicted_s for _, rival in rivals_of(chosen))
     assert len(plan_with_rivals(PROFILE, MIDDLE)[1]) <= 2
-    slower = dict(usual_plans(PROFILE, MIDDLE))["recompute every large unit"]
-    assert rivals_of(slower, [("the same", slower)]) == rivals_of(slower)
+    slower = plan_by_hand(PROFILE, recomputing(PROFILE, range(10)), MIDDLE)
+    assert rivals_of(slower, ("the same", slower)) == rivals_of(slower) == [usual]
 
 
 def test_long_steps_are_not_raced() -> None:
@@ -98,7 +104,8 @@ def test_long_steps_are_not_raced() -> None:
 
 
 def test_a_usual_plan_round_trips() -> None:
-    for _, made in usual_plans(PROFILE, MIDDLE):
-        assert type(made).from_json(made.to_json()) == made
-        assert made.schedule.solver == "by hand"
+    usual = usual_plan(PROFILE, MIDDLE)
+    assert usual is not None
+    assert ModelPlan.from_json(usual[1].to_json()) == usual[1]
+    assert usual[1].schedule.solver == "by hand"
     assert recomputing(PROFILE, []) == PROFILE.plain_schedule

@@ -24,6 +24,8 @@ from recoup.torch_private import keep_device_busy
 
 __all__ = ["Meter", "Parts", "Timing", "device_of", "gc_disabled", "gc_of_new_objects", "make_meter"]
 
+_MOST_OF_INTERPRETER = 1000
+"""Python 3.12 starts with 375 objects that are frozen. Whoever freezes others, freezes many thousands."""
 _QUEUE_S = 0.002
 """How long the device's queue is filled before a run, so that the host gets ahead of the device."""
 _MOST_QUEUE_S = 0.1
@@ -57,6 +59,8 @@ class Meter(ABC):
     """Whether `live_bytes` counts what was allocated before `watching` began."""
     waits = False
     """Whether threads of others may hold memory a moment longer: those of collectives on the CPU."""
+    keeps_blocks = False
+    """Whether freed memory stays in blocks until `empty_cache`, whose sizes later tensors are given."""
     is_estimate = False
     """Whether seconds are computed, not measured."""
 
@@ -155,6 +159,10 @@ class Meter(ABC):
     def make_room(self) -> None:
         """Collects garbage and empties caches, after something did not fit."""
         gc.collect()
+        self.empty_cache()
+
+    def empty_cache(self) -> None:  # noqa: B027 (a host keeps no blocks)
+        """Gives the blocks of freed memory back."""
 
     def settle(self) -> None:
         """Before residents are counted: collects garbage, and lets libraries allocate what they keep."""
@@ -242,6 +250,7 @@ class CudaMeter(Meter):
     """The caching allocator's own statistics, with its rounding."""
 
     sees_residents = True
+    keeps_blocks = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -320,8 +329,7 @@ class CudaMeter(Meter):
             host_s = _host_s(run)
             return Timing(self.elapsed_s(first, self.stamp()), host_s)
 
-    def make_room(self) -> None:
-        super().make_room()
+    def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
     def settle(self) -> None:
@@ -368,7 +376,7 @@ def gc_of_new_objects() -> Iterator[None]:
     Beside the million objects of torch and transformers each would take as long as a few steps of a small model.
     """
     gc.collect()
-    if gc.get_freeze_count():  # by someone else, who would find it undone
+    if gc.get_freeze_count() > _MOST_OF_INTERPRETER:  # by someone else, who would find it undone
         yield
         return
     gc.freeze()

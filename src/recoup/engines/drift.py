@@ -165,8 +165,8 @@ def _rounding(dtype: torch.dtype) -> float:
     return min(16 * torch.finfo(dtype).eps, 1e-3) if is_rounded else 0.0
 
 
-def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
-    """Those that neither rounding explains nor the ``own`` drift of plain runs."""
+def too_far(found: Iterable[Drift], own: Iterable[Drift] = (), *, factor: float = _FACTOR) -> list[Drift]:
+    """Those that neither rounding explains nor the ``own`` drift of plain runs, so many times larger."""
     usual: dict[str, float] = {}
     for drift in own:
         usual[drift.name] = max(drift.relative_error, usual.get(drift.name, 0.0))
@@ -174,7 +174,7 @@ def too_far(found: Iterable[Drift], own: Iterable[Drift] = ()) -> list[Drift]:
         drift
         for drift in found
         # Negated, so that NaN is too far.
-        if not drift.relative_error <= max(_TOLERANCE, _FACTOR * usual.get(drift.name, 0.0))
+        if not drift.relative_error <= max(_TOLERANCE, factor * usual.get(drift.name, 0.0))
     ]
 
 

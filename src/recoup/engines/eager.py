@@ -20,7 +20,14 @@ from recoup.model.calls import class_of_module
 from recoup.model.checks import check_model
 from recoup.model.conditions import Conditions
 from recoup.model.recipe import KEEP, RECOMPUTE, InnerForward, Recipe
-from recoup.model.replace_forward import install, installed, suspended, uninstall_plan
+from recoup.model.replace_forward import (
+    StandIn,
+    allow_replicas,
+    install,
+    installed,
+    suspended,
+    uninstall_plan,
+)
 from recoup.model.slices import SlicedForward, find_module, slices_by_sequential
 from recoup.model.uncompile import inner_model, is_uncompiled, recompile, uncompile
 from recoup.model.units import Units
@@ -131,21 +138,36 @@ def planned_model(model: nn.Module, profile: Profile) -> nn.Module:
 
 
 @contextmanager
-def kept(model: nn.Module, profile: Profile) -> Iterator[None]:
-    """Runs a model with everything kept for the time of a ``with`` block; captured units stay captured."""
+def kept(model: nn.Module, profile: Profile, made: list[StandIn]) -> Iterator[None]:
+    """Runs a model with everything kept for the time of a ``with`` block; captured units stay captured.
+
+    Args:
+        model: to run.
+        profile: of its step.
+        made: the stand-ins of an earlier block, which this one takes again; filled by the first.
+    """
+    with suspended(model):
+        if made:
+            for stand_in in reversed(made):
+                install(stand_in.module, stand_in)
+        else:
+            _keep(model, profile)
+            made += [stand_in for stand_in in installed(model) if stand_in.is_planned]
+        try:
+            yield
+        finally:
+            uninstall_plan(model)
+
+
+def _keep(model: nn.Module, profile: Profile) -> None:
     modules = units_by_module(model, profile)
     recipes: dict[int, tuple[Recipe, ...]] = {
         index: (unit.recipes[0].uncut,) for index, unit in enumerate(profile.units)
     }
     items = [Leaf(unit, 0) for unit in recipes]
     engine = Engine(items, recipes, Watch(None, holds_output=True, gradients_fit=(True, True)))
-    with suspended(model):
-        modes = {module: _mode(model, module, profile.conditions) for module in modules}
-        _install(model, engine, modules, modes, switches_caches=False)
-        try:
-            yield
-        finally:
-            uninstall_plan(model)
+    modes = {module: _mode(model, module, profile.conditions) for module in modules}
+    _install(model, engine, modules, modes, switches_caches=False)
 
 
 def _install(
@@ -277,12 +299,13 @@ def remove(model: nn.Module) -> nn.Module:
     """Removes the plan from a model, which is then as before; does nothing to a model without one."""
     check_given(model, nn.Module, "remove takes a model, such as .model of what recoup.fit returns")
     uninstall_plan(model)
+    allow_replicas(model)
     recompile(model)
     return model
 
 
 class Earlier:
-    """What is on a model, to be put back if a fit fails."""
+    """What is on a model, to be put back: if a fit fails, or when a raced plan has its next turn."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._stand_ins, self._runs_eagerly = model, installed(model), is_uncompiled(model)

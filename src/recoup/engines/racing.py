@@ -8,6 +8,9 @@ NOTE [ Quiet moments ]
        plain step before they are timed, of a rival only if it is faster than the plan.
     5. Of several ranks, the slowest one's seconds and the largest peak count for all. Nothing is decided by a rank's
        own numbers, nor by an error that only one rank catches: all run the same steps in the same order.
+
+    6. The first step under a plan that was just applied takes longer than later ones. It is not timed, and in later
+       turns the same stand-ins are put back.
 """
 
 from __future__ import annotations
@@ -16,13 +19,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from recoup.devices.meter import Timing
-from recoup.engines.eager import apply
+from recoup.engines.eager import Earlier, apply
 from recoup.engines.real_steps import RealSteps, Recorded
 from recoup.engines.recording import Points
 from recoup.errors import RecoupError
@@ -154,7 +156,7 @@ def race(steps: RealSteps, candidates: Sequence[Candidate]) -> Race:
         OutOfMemoryError: the plan does not fit the device.
     """
     model = steps.step.model
-    return _race(steps, [(candidate, partial(_applied, model, candidate.plan)) for candidate in candidates])
+    return _race(steps, [(candidate, _Applied(model, candidate.plan)) for candidate in candidates])
 
 
 def time_as_it_stands(steps: RealSteps, plan: ModelPlan) -> Race:
@@ -166,10 +168,21 @@ _Way = Callable[[], AbstractContextManager[None]]
 """A context in which the model runs in one way."""
 
 
-@contextmanager
-def _applied(model: nn.Module, plan: ModelPlan) -> Iterator[None]:
-    apply(model, plan)
-    yield
+class _Applied:
+    """Applies a plan, and from then on puts the same stand-ins back: their first step takes longer than later ones."""
+
+    def __init__(self, model: nn.Module, plan: ModelPlan) -> None:
+        self._model, self._plan = model, plan
+        self._made: Earlier | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._made is None:
+            apply(self._model, self._plan)
+            self._made = Earlier(self._model)
+        else:
+            self._made.put_back()
+        yield
 
 
 def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
@@ -178,7 +191,7 @@ def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
     note("verifying", 0, 2)
     plain_fits = steps.plain_fits()
     tells = plain_fits and not steps.step.changes_parameters
-    recorded = _record(steps, ways[0], plan if tells else None)
+    recorded = _record(steps, ways[0], plan.budget_bytes, plan if tells else None)
     if recorded.peak_bytes > plan.budget_bytes:
         return Race(((candidates[0], Lap(recorded=recorded)),), plan)
 
@@ -201,7 +214,9 @@ def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
     winner = 0
     faster = [index for index in range(1, len(ways)) if laps[index].is_faster_than(laps[0])]
     for index in sorted(faster, key=lambda index: laps[index].seconds):
-        seen = _try_to_record(steps, ways[index], RecoupError)  # a rival that cannot run is no reason to fail
+        seen = _try_to_record(
+            steps, ways[index], plan.budget_bytes, RecoupError
+        )  # a rival that cannot run is no reason to fail
         laps[index] = Lap(times[index], seen)
         if seen and seen.peak_bytes <= plan.budget_bytes:
             winner = index
@@ -227,25 +242,32 @@ def _time(steps: RealSteps, ways: Sequence[_Way], *, num_racing: int) -> list[tu
 
             return run
 
-        enough_s = _ENOUGH_S[steps.device.type]
-        return take_turns([turn(way) for way in ways], num_racing=num_racing, enough_s=enough_s)
+        turns = [turn(way) for way in ways]
+        for run in turns[1:num_racing]:
+            run()  # for the first time: the plan and the plain step were recorded
+        return take_turns(turns, num_racing=num_racing, enough_s=_ENOUGH_S[steps.device.type])
 
 
 _NEVER = Timing(math.inf, 0.0)
 """Of a step that does not fit the device."""
 
 
-def _record(steps: RealSteps, way: _Way, plan: ModelPlan | None = None) -> Recorded:
+def _record(
+    steps: RealSteps, way: _Way, budget_bytes: int | None = None, plan: ModelPlan | None = None
+) -> Recorded:
     with steps.step.ranks.together(), way():
-        return steps.record(plan)
+        return steps.record(budget_bytes, plan)
 
 
 def _try_to_record(
-    steps: RealSteps, way: _Way, errors: type[Exception] = torch.OutOfMemoryError
+    steps: RealSteps,
+    way: _Way,
+    budget_bytes: int | None = None,
+    errors: type[Exception] = torch.OutOfMemoryError,
 ) -> Recorded | None:
     """The memory of a step; ``None`` if it does not fit the device, or raises such errors."""
     with suppress(torch.OutOfMemoryError, errors):
-        return _record(steps, way)
+        return _record(steps, way, budget_bytes)
     steps.meter.make_room()
     return None
 
@@ -257,15 +279,18 @@ def take_turns(
 
     Args:
         ways: each runs one step. The first is timed in every round.
-        num_racing: how many of them race; the others are timed as often as the first. Racers that are clearly behind
-            leave the race.
+        num_racing: how many of them race; the others are timed as often as the first. Racers that are clearly behind,
+            or cannot win any more, leave the race.
         enough_s: ends with the round in which the first one's seconds add up to this, or after five.
 
     >>> take_turns([lambda: Timing(0.5, 0.0), lambda: Timing(0.75, 0.0)], num_racing=2, enough_s=1.5)
     [(0.5, 0.5, 0.5), (0.75, 0.75)]
+    >>> take_turns([lambda: Timing(0.5, 0.0), lambda: Timing(0.75, 0.0)], num_racing=2, enough_s=1.0)
+    [(0.5, 0.5), (0.75,)]
     """
     times: list[list[float]] = [[] for _ in ways]
     running = list(range(len(ways)))
+    most_rounds = _MOST_ROUNDS
     for num_rounds in range(1, _MOST_ROUNDS + 1):
         for index in running:
             timing = ways[index]()
@@ -273,9 +298,13 @@ def take_turns(
             if timing.host_s > _BUSY_SHARE * timing.device_s:
                 enough_s = max(enough_s, _BUSY_S)
         if num_racing > 1 and num_rounds < _FEWEST_ROUNDS:
+            if _FEWEST_ROUNDS * times[0][0] >= enough_s:
+                # In two rounds, only who is faster in both wins.
+                most_rounds = _FEWEST_ROUNDS
+                running = [i for i in running if i == 0 or i >= num_racing or times[i][0] < times[0][0]]
             continue
         most_s = _BEHIND * min(min(own) for own in times[:num_racing])
         running = [i for i in running if i == 0 or i >= num_racing or min(times[i]) <= most_s]
-        if sum(times[0]) >= enough_s:
+        if num_rounds == most_rounds or sum(times[0]) >= enough_s:
             break
     return [tuple(own) for own in times]

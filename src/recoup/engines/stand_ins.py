@@ -17,6 +17,7 @@ from recoup.engines.watching import Watch
 from recoup.model.recipe import KEEP, RECOMPUTE, Recipe, run_recipe
 from recoup.model.replace_forward import StandIn
 from recoup.plans.tree import Item, Segment, leaves_of
+from recoup.torch_private import is_exporting
 
 __all__ = ["Engine", "KeptRoot", "Root", "UnitForward", "UnseenForward"]
 
@@ -84,7 +85,7 @@ class Planned(StandIn):
 
     def run_traced(self, *args: Any, **kwargs: Any) -> Any:
         """Warns that the plan is not in force where the model is compiled."""
-        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
             self.engine.watch.at_compiling()
         return self.original(*args, **kwargs)
 

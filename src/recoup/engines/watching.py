@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.capture.run import is_capturing
+from recoup.checkpointing.sampling import is_sampling_as_usual
 from recoup.engines.waiting import Mark, outputs_in, waits
 from recoup.errors import RecoupWarning
 from recoup.model.conditions import Conditions, autocast_of, input_shapes, trained_bytes_of
@@ -54,8 +55,8 @@ class _Graph(Mark):
             self._outputs = []
 
 
-_ALWAYS, _SELDOM = 8, 64
-"""Of the calls of a model, the first few, and later every so many, in which all its parameters are looked at."""
+_SELDOM = 64
+"""All parameters of a model are looked at in its 1st, 2nd, 4th, … call, and later in every so many."""
 _NOTED_GROWTH = 1.05
 """A few rows more of an embedding are no reason for a warning."""
 
@@ -124,12 +125,14 @@ class Watch:
         self._graphs = [graph for graph in self._graphs if waits(graph)]
         if len(self._graphs) >= measured.forwards:
             self._warn("forwards", _more_forwards(len(self._graphs) + 1, measured.forwards))
-        self._num_calls += 1
-        if measured.trained_bytes and (self._num_calls <= _ALWAYS or self._num_calls % _SELDOM == 0):
-            trained_bytes = trained_bytes_of(module)
-            if trained_bytes > _NOTED_GROWTH * measured.trained_bytes:
-                self._warn("trained", _more_trained(trained_bytes, measured.trained_bytes))
-        if self._trained is None:
+        # Not in the steps that verify a plan, which are timed: they are the measured one.
+        if measured.trained_bytes and is_sampling_as_usual():
+            self._num_calls += 1
+            if self._num_calls.bit_count() == 1 or self._num_calls % _SELDOM == 0:
+                trained_bytes = trained_bytes_of(module)
+                if trained_bytes > _NOTED_GROWTH * measured.trained_bytes:
+                    self._warn("trained", _more_trained(trained_bytes, measured.trained_bytes))
+        if self._trained is None and not all(self.gradients_fit):
             self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
         if not self.gradients_fit[0] and self._has_gradients():
             self._warn("gradients", _GRADIENTS_THERE.format("the forward"))

@@ -10,7 +10,7 @@ from warnings import warn
 from torch import Tensor, nn
 
 from recoup.budgets import read_budget
-from recoup.devices.meter import gc_of_new_objects
+from recoup.devices.meter import device_of, gc_of_new_objects, make_meter
 from recoup.engines import ModelPlan, apply, remove
 from recoup.engines.by_size import plan_of_call
 from recoup.engines.eager import Earlier, planned_model
@@ -160,6 +160,9 @@ def fit(
             ):
                 found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
                 by_size, seen = fitting.run_sizes(found[0], others, verifies=verify) if others else (None, ())
+                meter = make_meter(device_of(inner, training.given))
+                if meter.keeps_blocks:
+                    meter.make_room()  # NOTE [ Left over ]
             applied = found[0] if by_size is None else by_size
             apply(model, applied)
             ranks.check_same(applied.to_json, "The plan")

@@ -136,7 +136,8 @@ class Fitting:
             took_s = {chosen.profile.engine: seen.seconds} if seen else {}
         else:
             candidates = [Candidate(f"engine={name!r}", found[0]) for name, found in fitted.items()]
-            ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
+            steps = RealSteps(self.step, candidates[0].plan.profile)
+            ran = race(steps, candidates)
             chosen, audit, seen = next(found for found in fitted.values() if found[0] is ran.winner)
             assert seen is not None, "plans that race are verified"
             seen = replace(seen, race=(*ran.finishers, *seen.race))
@@ -421,7 +422,7 @@ class Fitting:
                 apply(self.step.model, chosen)
             peak_bytes = sys.maxsize
             with suppress(torch.OutOfMemoryError, VerificationError):
-                peak_bytes = steps.record().peak_bytes
+                peak_bytes = steps.record(budget_bytes).peak_bytes
             if peak_bytes <= budget_bytes:
                 found, fits_bytes = replace(chosen, budget_bytes=budget_bytes), target_bytes
             else:

@@ -18,6 +18,7 @@ from recoup.model.tracing import is_traced
 
 __all__ = [
     "StandIn",
+    "allow_replicas",
     "install",
     "installed",
     "intercepted",
@@ -59,6 +60,8 @@ class StandIn(ABC):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.original: Any = module.forward
+        self.was_own = _FORWARD in module.__dict__
+        """Whether the module had a forward of its own: the class's may be another one by the time it is put back."""
         # On the instance, since the class has its own.
         self.__doc__ = getattr(self.original, "__doc__", None)
         self.__module__ = getattr(self.original, "__module__", type(module).__module__)
@@ -130,13 +133,14 @@ def _refuse_replicas() -> None:
     )
 
 
-def uninstall(module: nn.Module, original: Callable[..., Any]) -> None:
+def uninstall(module: nn.Module, original: Callable[..., Any], *, was_own: bool = True) -> None:
     """Restores a forward: the class's own, or one that was set on the instance."""
     function = getattr(original, "__func__", None)
     if not isinstance(original, StandIn):
         module.__dict__.pop(_REPLICATE, None)
     # A scripted forward is an attribute of the instance, not a method of the class.
-    if function is not None and function is getattr(type(module), _FORWARD, None):
+    is_of_class = function is not None and function is getattr(type(module), _FORWARD, None)
+    if is_of_class or not was_own:
         module.__dict__.pop(_FORWARD, None)
     else:
         module.__dict__[_FORWARD] = original
@@ -165,8 +169,16 @@ def uninstall_plan(model: nn.Module) -> list[StandIn]:
     """Uninstalls the stand-ins of a plan, and returns them in that order."""
     found = [stand_in for stand_in in installed(model) if stand_in.is_planned]
     for stand_in in found:
-        uninstall(stand_in.module, stand_in.original)
+        uninstall(stand_in.module, stand_in.original, was_own=stand_in.was_own)
     return found
+
+
+def allow_replicas(model: nn.Module) -> None:
+    """Removes what refuses replicas of modules whose stand-in was replaced or wrapped by someone else."""
+    for module in model.modules():
+        held = module.__dict__
+        if held.get(_REPLICATE) is _refuse_replicas and not isinstance(held.get(_FORWARD), StandIn):
+            del held[_REPLICATE]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from recoup.plans.model_plan import ModelPlan
 from recoup.plans.profile import Profile
 from recoup.plans.usable_bytes import usable_bytes
 
-__all__ = ["first_units", "plan_by_hand", "recomputable_units", "recomputing", "usual_plans"]
+__all__ = ["first_units", "plan_by_hand", "recomputable_units", "recomputing", "usual_plan"]
 
 _LARGE = 0.1
 _NEARLY = 100
@@ -53,15 +53,17 @@ def plan_by_hand(profile: Profile, schedule: Schedule, budget_bytes: int | None 
     return ModelPlan(profile, found, most_bytes if budget_bytes is None else budget_bytes)
 
 
-def usual_plans(profile: Profile, budget_bytes: int) -> list[tuple[str, ModelPlan]]:
-    """The usual recipes that are predicted to fit: recompute all large units, or the first few, as few as fit.
+def usual_plan(profile: Profile, budget_bytes: int) -> tuple[str, ModelPlan] | None:
+    """The usual recipe, with its name: the first large units recomputed, as few as are predicted to fit, or all.
 
     Large units are what people checkpoint, such as a decoder's layers but not its embedding: those of which a recompute
-    frees at least a tenth of what it frees of the largest. Recomputing all of them is named where it nearly fits, too:
-    a real step may take less, and what fits by prediction there may be much slower.
+    frees at least a tenth of what it frees of the largest. Recomputing all of them is the usual recipe where it nearly
+    fits, too: a real step may take less, and what fits by prediction there may be much slower.
     """
     freed = {index: _freed_bytes(profile, index) for index in recomputable_units(profile)}
     units = [index for index, size in freed.items() if size > 0 and size >= _LARGE * max(freed.values())]
+    if not units:
+        return None
 
     @cache
     def plan(count: int) -> ModelPlan:
@@ -75,15 +77,12 @@ def usual_plans(profile: Profile, budget_bytes: int) -> list[tuple[str, ModelPla
 
     try:
         # More of them need less, except for a few bytes here and there.
-        fewest = bisect_left(range(len(units) + 1), True, lo=1, hi=len(units), key=fits) if units else 0
-        named = {
-            fewest: f"recompute the {first_units(fewest, 'large ')}",
-            len(units): "recompute every large unit",
-        }
-        found = [(name, plan(count)) for count, name in named.items() if count]
-        return [(name, one) for name, one in found if one.predicted_bytes <= nearly_bytes]
+        fewest = bisect_left(range(len(units) + 1), True, lo=1, hi=len(units), key=fits)
+        found = plan(fewest)
     except ScheduleError:
-        return []
+        return None
+    name = "every large unit" if fewest == len(units) else f"the {first_units(fewest, 'large ')}"
+    return (f"recompute {name}", found) if found.predicted_bytes <= nearly_bytes else None
 
 
 def _freed_bytes(profile: Profile, index: int) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from recoup.plans.by_hand import usual_plans
+from recoup.plans.by_hand import usual_plan
 from recoup.plans.model_plan import ModelPlan, plan_with_less
 from recoup.plans.profile import Profile
 from recoup.plans.tightest import session_of
@@ -13,7 +11,6 @@ from recoup.sizes import format_bytes
 
 __all__ = ["plan_with_rivals", "rivals_of"]
 
-_MOST_RIVALS = 2
 _MOST_SLOWER = 1.15
 """A rival that is predicted to take more than this many times the plan's seconds is not worth a step."""
 _SMALLER = 8
@@ -32,23 +29,23 @@ def plan_with_rivals(profile: Profile, budget_bytes: int) -> tuple[ModelPlan, li
     # After a race seconds are others, and with them the bound.
     session = session_of(profile.problem, proves=False)
     plan, smaller = plan_with_less(profile, budget_bytes, less_bytes, session=session)
-    named = [] if smaller is None else [(f"the plan for {format_bytes(less_bytes)}", smaller)]
+    named = None if smaller is None else (f"the plan for {format_bytes(less_bytes)}", smaller)
     return plan, rivals_of(plan, named)
 
 
-def rivals_of(plan: ModelPlan, others: Sequence[tuple[str, ModelPlan]] = ()) -> list[tuple[str, ModelPlan]]:
-    """A few plans for the same budget, with their names: the usual recipes, or others.
+def rivals_of(plan: ModelPlan, smaller: tuple[str, ModelPlan] | None = None) -> list[tuple[str, ModelPlan]]:
+    """Up to two plans for the same budget, with their names: the usual recipe, and the plan for a smaller budget.
 
-    Those that are predicted to be the fastest; of plans that do the same work, one; none for a plan that keeps
+    Those that are not far behind, by prediction; of plans that do the same work, one; none for a plan that keeps
     everything.
     """
     if plan.keeps_everything or plan.predicted_s > _MOST_S:
         return []
     rivals = {_work(plan): ("", plan)}
-    for name, rival in [*usual_plans(plan.profile, plan.budget_bytes), *others]:
-        if rival.predicted_s <= _MOST_SLOWER * plan.predicted_s:
-            rivals.setdefault(_work(rival), (name, rival))
-    return sorted(list(rivals.values())[1:], key=lambda named: named[1].predicted_s)[:_MOST_RIVALS]
+    for named in (usual_plan(plan.profile, plan.budget_bytes), smaller):
+        if named is not None and named[1].predicted_s <= _MOST_SLOWER * plan.predicted_s:
+            rivals.setdefault(_work(named[1]), named)
+    return sorted(list(rivals.values())[1:], key=lambda named: named[1].predicted_s)
 
 
 def _work(plan: ModelPlan) -> tuple[str, ...]:

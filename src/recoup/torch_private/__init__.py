@@ -553,6 +553,11 @@ def many_compilations() -> Any:
     return config.patch(recompile_limit=1024, accumulated_recompile_limit=4096)
 
 
+def is_exporting() -> bool:
+    """Whether torch.export runs this code: `torch.compiler.is_exporting` is true in all that torch 2.11 compiles."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def assume_constant_result(method: _Method) -> _Method:
     """Does what `torch.compiler.assume_constant_result` does, without importing the compiler: that takes a second."""
     method._dynamo_marked_constant = True  # type: ignore[attr-defined]
