@@ -54,3 +54,11 @@ def test_compiled_blocks_of_a_sharded_model(one_rank: None) -> None:
     fully_shard(model)
     with pytest.raises(SampleError, match=r"more modules are compiled.*for engine='auto' or 'compiled'"):
         recoup.fit(model, x, budget="1GiB", loss=torch.sum, engine="eager")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_model_is_refused_and_a_traced_one_is_not() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(2, 3)
+    with pytest.raises(SampleError, match=r"scripted as a whole .* give the model that was scripted"):
+        recoup.fit(torch.jit.script(model), x, budget="1GiB", loss=torch.sum)
+    assert recoup.fit(torch.jit.trace(model, x), x, budget="1GiB", loss=torch.sum).plan.keeps_everything

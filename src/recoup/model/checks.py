@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -26,6 +27,12 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
     """
     if not isinstance(model, nn.Module):
         raise error(f"The model must be a torch.nn.Module; got a {type(model).__name__}.")
+    # A traced model is a ScriptModule, too, but takes hooks.
+    if isinstance(model, torch.jit.ScriptModule) and type(model).__name__ == "RecursiveScriptModule":
+        raise error(
+            "The model is scripted as a whole (torch.jit.script), so that its calls cannot be watched: give the model"
+            " that was scripted. Modules inside a model may be scripted."
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel):
             raise error(
@@ -61,8 +68,9 @@ def check_not_compiled(model: nn.Module) -> None:
         raise SampleError(
             f"{names[0]!r}{more} compiled. recoup.fit plans a model that was compiled, whole or in part, with torch's"
             " own backend (inductor) for engine='auto' or 'compiled', and one with another backend for"
-            " engine='captured', which runs it without that backend. For engine='eager', give it the model as it was"
-            " before torch.compile or .compile() was called."
+            " engine='captured', which runs it without that backend; recoup.measure takes engine='compiled' or"
+            " 'captured'. For engine='eager', give it the model as it was before torch.compile or .compile() was"
+            " called."
         )
 
 
