@@ -150,11 +150,9 @@ def compare(bench: ImageBench, peers: list[Contender], budget: int, num_rounds: 
     ours, theirs = [], []
     for _ in range(num_rounds):
         bench.apply(fitted.plan)
-        bench.step()
-        ours.append(bench.time_s())
+        ours.append(bench.turn_s())
         best.use()
-        bench.step()
-        theirs.append(bench.time_s())
+        theirs.append(bench.turn_s())
     our_ms, their_ms = (statistics.median(one) * 1e3 for one in (ours, theirs))
     over = " **over**" if peak > budget else ""
     what = "; ".join(f"{names}: {label}" for names, label in fitted.plan.describe_units() if label != "keep")
@@ -204,8 +202,8 @@ def main() -> None:
         f"# Compiled units of networks for images on {hardware}",
         "",
         f"{today}, torch {torch.__version__}, bfloat16 on a GPU. Activations are the peak beyond parameters and"
-        f" gradients. Medians of {options.rounds} interleaved steps; of 3 in the tables of contenders."
-        " `python benchmarks/compiled_images.py`.",
+        f" gradients. Medians of {options.rounds} rounds, of the fastest of three steps in turn; of 3 in the tables"
+        " of contenders. `python benchmarks/compiled_images.py`.",
     ]
     name = f"compiled_images_{hardware.lower().replace('nvidia ', '').replace(' ', '-')}_{today:%Y%m}.md"
     for case in options.only:

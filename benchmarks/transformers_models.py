@@ -173,14 +173,17 @@ class Turns(NamedTuple):
 class Bench:
     """A model, and ways to run it."""
 
-    def __init__(self, case: Case, device: str) -> None:
-        self.model: Any = case.model.to(device).train()
+    def __init__(self, name: str, *, small: bool) -> None:
+        device = "cpu" if small else "cuda"
+        with torch.device(device):
+            case = CASES[name](small)
+        self.model: Any = case.model.train()
         if device == "cuda":
             self.model.to(torch.bfloat16)
         self.model.config.use_cache = False
         dtype = next(self.model.parameters()).dtype
         self.batch = {
-            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+            name: tensor.to(dtype if tensor.is_floating_point() else None)
             for name, tensor in case.batch.items()
         }
         self.device, self.plain_s = device, 0.0
@@ -218,13 +221,14 @@ class Bench:
             torch.cuda.synchronize()
 
     def peak_bytes(self) -> int:
-        """Peak of a step, parameters included."""
+        """Peak of a step, parameters and batch included."""
         self.step()
         gc.collect()
         if self.device == "cpu":
             with MemoryTracker() as memory:
                 self.step()
-            return int(memory.peak_bytes + sum(p.nbytes for p in self.model.parameters()))
+            beside = (*self.model.parameters(), *self.batch.values())
+            return int(memory.peak_bytes + sum(tensor.nbytes for tensor in beside))
         torch.cuda.reset_peak_memory_stats()
         self.step()
         return int(torch.cuda.max_memory_allocated())
@@ -394,7 +398,7 @@ def main() -> None:
     for one in options.only:
         torch.manual_seed(0)
         try:
-            bench = Bench(CASES[one](options.small), "cpu" if options.small else "cuda")
+            bench = Bench(one, small=options.small)
             lines += compare(one, bench, options.rounds, options.parts)
         except Exception:  # the others are still worth their minutes
             traceback.print_exc()
