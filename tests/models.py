@@ -163,6 +163,20 @@ class EncoderDecoder(nn.Module):
         return torch.randn(2, 5, 8), torch.randn(2, 4, 8)
 
 
+class Patches(nn.Module):
+    """Tokens as an image are channels-last, and so is the gradient of the convolution's weight, which is not."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Linear(24, 24)
+        self.conv = nn.Conv2d(24, width, 4, bias=False)
+        self.head = nn.Linear(width, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Without variables, which would hold their tensors while the code between units is looked at.
+        return self.head(self.conv(self.embed(x).transpose(1, 2).reshape(-1, 24, 4, 4)).flatten(1))
+
+
 class Recurrent(nn.Module):
     """Shared weights: one cell called at every step."""
 

@@ -1029,6 +1029,29 @@ class _Failing(nn.Module):
         return out
 
 
+def runs_out_of_memory_while_calls_are_watched(rank: int) -> None:
+    """One rank alone, between collectives of its units: it does not begin again while the other waits in them.
+
+    To be run last: the process group is aborted.
+    """
+    model, original, calls = _parallelize(make_model()), nn.functional.layer_norm, itertools.count(1)
+
+    def layer_norm(*args: Any, **kwargs: Any) -> Tensor:
+        if next(calls) == 3 and rank == 1:
+            raise torch.OutOfMemoryError("on rank 1 only")
+        return original(*args, **kwargs)
+
+    begin = time.monotonic()
+    with (
+        patch.multiple(meetings, _POLL_S=0.1, _GRACE_S=0.5),
+        patch.object(nn.functional, "layer_norm", layer_norm),
+        pytest.raises(FitError, match=r"^Rank 1 failed: OutOfMemoryError: on rank 1 only"),
+    ):
+        recoup.fit(model, batch_of(0), budget="1GiB", loss=loss_of)
+    assert time.monotonic() - begin < 30
+    dist.destroy_process_group()
+
+
 def fails_in_a_real_step(rank: int) -> None:
     """One rank alone, before it gathers parameters: the others do not wait for it, and all raise its error.
 

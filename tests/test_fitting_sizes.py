@@ -20,7 +20,7 @@ from recoup.errors import BudgetError, OverBudgetError, RecoupWarning, SampleErr
 from recoup.fitting import Fitted
 from recoup.fitting import by_size as one_size
 from recoup.measuring import MemoryTracker
-from tests.models import GPT, EncoderDecoder, ResNet, plainly
+from tests.models import GPT, EncoderDecoder, Patches, ResNet, plainly
 from tests.tally import Tally
 
 
@@ -593,20 +593,9 @@ def test_a_step_that_leaves_no_gradients_says_that_none_were_compared() -> None:
     assert fitted.verification.gradients == "not compared: the step leaves no gradients"
 
 
-class Patches(nn.Module):
-    """Tokens as an image are channels-last, and so is the gradient of the convolution's weight, which is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.conv, self.head = nn.Linear(24, 24), nn.Conv2d(24, 512, 4), nn.Linear(512, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.conv(self.embed(x).transpose(1, 2).reshape(-1, 24, 4, 4)).flatten(1))
-
-
 def test_smaller_sizes_add_to_gradients_as_well() -> None:
     """That gradient is copied where none is there before: by 0.8 MB of 2.6."""
-    model, samples = Patches(), [torch.randn(rows, 16, 24) for rows in (14, 16)]
+    model, samples = Patches(512), [torch.randn(rows, 16, 24) for rows in (14, 16)]
     options = {"loss": lambda y: y.square().mean(), "units": "embed", "accumulates": True}
     budget = recoup.measure(model, samples[1], **options).plain_bytes
     fitted = recoup.fit(model, samples=samples, budget=budget, **options)

@@ -165,11 +165,12 @@ def test_a_tree_keeps_no_tensor_alive() -> None:
 
 
 def test_what_has_no_tree() -> None:
-    hooked, lazy, objects, history = block(), nn.Sequential(nn.LazyLinear(3)), block(), block()
+    hooked, lazy, objects, history, keys = block(), nn.Sequential(nn.LazyLinear(3)), block(), block(), block()
     hooked[0].register_forward_hook(lambda *_: None)
     objects[0].config = Settings()
     history[0].last = history[0].weight * 2
-    for model in (hooked, lazy, objects, history):
+    keys[0].names = {keys[0].weight: "w"}  # which cannot be compared
+    for model in (hooked, lazy, objects, history, keys):
         assert note_tree(model) is None
 
 
@@ -218,6 +219,17 @@ def test_a_module_that_changes_all_the_time_has_none_in_the_end() -> None:
         model[0].changing = value
         found.append(note_tree(model) is not None)
     assert found == [True] * 4 + [False] * 3
+
+
+def test_a_hook_for_a_while_does_not_leave_a_module_without_one() -> None:
+    model = block()
+    assert note_tree(model) is not None
+    hook = model[0].register_forward_hook(lambda *_: None)
+    found = [note_tree(model) is not None for _ in range(10)]
+    hook.remove()
+    found += [note_tree(model) is not None for _ in range(10)]
+    # One is made in the first four calls without one, then in the 8th and the 16th.
+    assert found == [False] * 14 + [True] * 6
 
 
 def test_a_module_that_changes_now_and_then_keeps_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import zoo
 from real_steps import predicted_peak_bytes, real_peak_bytes
 from torch import Tensor, nn
 
-from recoup.measuring import measure
+from recoup.measuring import MemoryTracker, measure
 from recoup.planning import Phase, Problem, Use
 from recoup.planning.additive_numbers import additive
 
@@ -443,35 +444,39 @@ def test_tied_weights_have_one_gradient() -> None:
     assert (units["head"], units["layer"], units["embed"]) == (50 * 24 * 4, (24 * 24 + 24) * 4, 0)
 
 
-class Patches(nn.Module):
-    """Tokens as an image are channels-last, and so is the gradient of a convolution's weight that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.conv, self.head = (
-            nn.Linear(24, 24),
-            nn.Conv2d(24, 64, 4, bias=False),
-            nn.Linear(64, 7),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Without variables, which would hold their tensors while the code between units is looked at.
-        return self.head(self.conv(self.embed(x).transpose(1, 2).reshape(-1, 24, 4, 4)).flatten(1))
-
-
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("units", [None, "conv", "head"])
 def test_a_gradient_that_lies_otherwise_than_its_parameter_is_there_twice(
     units: Any, accumulates: bool
 ) -> None:
     """Without the copy, 127 kB were predicted in place of 211. Where it is added to another one, there is no copy."""
-    model, sample = Patches(), torch.randn(8, 16, 24)
+    model, sample = models.Patches(), torch.randn(8, 16, 24)
     profile = measure(model, sample, loss=mean, units=units, accumulates=accumulates)
     real = real_peak_bytes(model, sample, mean, accumulates=accumulates)
     # The convolution's argument is free when its gradient is copied, which a unit does not tell.
     argument_bytes = 0 if accumulates or units == "head" else sample.nbytes
     assert predicted_peak_bytes(profile) == real + argument_bytes
     assert (real > 2 * model.conv.weight.nbytes) != accumulates
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2, 3])
+@pytest.mark.parametrize("units", ["conv", "head"])
+def test_of_several_backwards_in_a_step_the_first_alone_copies(units: str, num_backwards: int) -> None:
+    model, sample = models.Patches(), torch.randn(8, 16, 24)
+
+    def step() -> None:
+        for _ in range(num_backwards):
+            mean(model(sample)).backward()
+        model.zero_grad()
+
+    profile = measure(model, step=step, units=units)
+    gc.collect()
+    with MemoryTracker() as memory:
+        step()
+    assert profile.accumulates == (num_backwards > 1)
+    held = profile.residents.gradient_bytes if profile.accumulates else 0
+    argument_bytes = sample.nbytes if units == "conv" and not profile.accumulates else 0
+    assert predicted_peak_bytes(profile) + held == memory.peak_bytes + argument_bytes
 
 
 def test_the_gradient_of_a_parameter_with_gaps_is_taken_as_it_is() -> None:

@@ -159,6 +159,16 @@ def test_a_class_whose_forward_was_replaced_meanwhile() -> None:
     assert torch.equal(layer(X), X + 3)
 
 
+def test_stand_ins_of_older_versions_are_uninstalled() -> None:
+    layer = nn.Linear(3, 3)
+    stand_in = Doubled(layer)
+    del stand_in.__dict__["was_own"]  # as in a model that an older version has pickled
+    install(layer, stand_in)
+    uninstall_plan(pickle.loads(pickle.dumps(layer)))
+    uninstall_plan(layer)
+    assert "forward" not in vars(layer)
+
+
 def test_who_replaces_a_stand_in_keeps_the_forward_and_nothing_else() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)))
     recoup.apply(model, KeepNone())

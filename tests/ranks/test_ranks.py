@@ -21,6 +21,7 @@ from rank_checks import (
     fails_in_a_real_step,
     gathered_as_drawn,
     layers_skipped_at_random,
+    runs_out_of_memory_while_calls_are_watched,
     sharded_after_planning,
     sharded_along_the_second_dimension,
     sharded_and_accumulating,
@@ -62,6 +63,7 @@ def test_two_ranks_with_data_parallelism() -> None:
         layers_skipped_at_random,
         a_step_of_the_users,
         unequal_ranks,
+        runs_out_of_memory_while_calls_are_watched,
     )
 
 

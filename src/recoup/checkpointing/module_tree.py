@@ -9,7 +9,8 @@ NOTE [ Trees ]
     3. Not all modules have one: no attribute may have a history or lead to objects that are followed further, and there
        are no hooks. `FunctionState` looks at those one by one, and at modules that change all the time. Whether a
        partial or a method leads further is looked up in every call: its type does not tell.
-    4. Values are compared by identity, never by `==`: an equal tensor is another one, and 1 is not True.
+    4. Values are compared by identity, never by `==`: an equal tensor is another one, and 1 is not True. Keys are
+       compared by `==`, and are strings.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _CONTAINERS = (dict, list, set, frozenset)
 _MOST_ITEMS = 1000
 _MOST_TREES = 4
-"""Of one module, in a row: if it changes all the time, it has none."""
+"""Of one module, in a row: if it changes all the time, one is made in the 8th, 16th, … call without one only."""
 _LASTING = 8
 """A tree that was read so often was worth its while."""
 
@@ -118,6 +119,8 @@ class Tree:
         items = [*_values_of(self._dicts(held)), *chain.from_iterable(self._lists(held))]
         self._attribute_types, self._item_types = list(map(type, held)), list(map(type, items))
         self.keys = _keys_of(attributes, self._dicts(held))
+        if not all(type(key) is str for key in self.keys):
+            raise _UnlikeError
         self.lengths = list(map(len, chain(attributes, self._dicts(held), self._lists(held))))
         owners = [*range(len(held)), *(place for place in (*dicts, *lists) for _ in held[place])]
         self._sort(modules, names, owners, held + items)
@@ -262,11 +265,11 @@ def _constant(value: Any) -> Any:
 class _Known:
     """The tree of a module, if it has one."""
 
-    __slots__ = ("num_made", "num_read", "tree")
+    __slots__ = ("num_missed", "num_read", "tree")
 
     def __init__(self) -> None:
         self.tree: Tree | None = None
-        self.num_made = self.num_read = 0
+        self.num_missed = self.num_read = 0
 
 
 _known = ByIdentity(_Known)
@@ -275,16 +278,23 @@ _known = ByIdentity(_Known)
 def note_tree(root: Module) -> TreeState | None:
     """What a module and those in it hold; ``None`` if they have no tree."""
     known = _known.of(root)
-    tree = known.tree
-    while tree is not None or known.num_made < _MOST_TREES:
+    if known.tree is not None:
         try:
-            if tree is None:
-                known.num_made, known.num_read = known.num_made + 1, 0
-                tree = known.tree = Tree(root)
-            known.num_read += 1
-            return tree.read()
+            found = known.tree.read()
         except _UnlikeError:
-            tree = known.tree = None
+            known.tree = None
             if known.num_read > _LASTING:
-                known.num_made = 0
-    return None
+                known.num_missed = 0
+        else:
+            known.num_read += 1
+            return found
+    known.num_missed += 1
+    if known.num_missed > _MOST_TREES and known.num_missed.bit_count() > 1:
+        return None
+    try:
+        tree = Tree(root)
+        found = tree.read()
+    except _UnlikeError:
+        return None
+    known.tree, known.num_read = tree, 1
+    return found

@@ -135,6 +135,8 @@ class RealSteps:
     def shaken(self) -> Iterator[None]:
         """Steps with other last bits in what is trained: so far rounding may move gradients, too.
 
+        Parameters whose elements share memory, such as expanded ones, keep theirs.
+
         Under autocast, those of parameters in 32 bits are the last ones of its dtype.
         """
         flipped: dict[int, list[tuple[Tensor, int]]] = {}
@@ -144,18 +146,18 @@ class RealSteps:
         )
         try:
             for parameter in self.step.model.parameters():
-                local: Any = local_part(parameter).detach()
-                if (
-                    parameter.requires_grad
-                    and local.dtype in _BITS
-                    and not is_traceable_wrapper_subclass(local)
-                ):
-                    bits = local.view(_BITS[local.dtype])
-                    beside = flipped.setdefault(bits.untyped_storage()._cdata, [])
-                    # Once, where parameters share memory.
-                    if not any(_overlap(bits, other) for other, _ in beside):
-                        beside.append((bits, _last_bit(local.dtype, autocast)))
-                        bits.bitwise_xor_(beside[-1][1])
+                # Without the counter of versions: graphs of the user's hold these parameters.
+                local: Any = local_part(parameter).data
+                if not parameter.requires_grad or local.dtype not in _BITS:
+                    continue
+                if is_traceable_wrapper_subclass(local) or span_of(local) < local.numel():
+                    continue
+                bits, mask = local.view(_BITS[local.dtype]), _last_bit(local.dtype, autocast)
+                beside = flipped.setdefault(bits.untyped_storage()._cdata, [])
+                # Once, where parameters share memory.
+                if not any(_overlap(bits, other) for other, _ in beside):
+                    bits.bitwise_xor_(mask)
+                    beside.append((bits, mask))
             torch.clear_autocast_cache()  # of parameters as they were
             yield
         finally:

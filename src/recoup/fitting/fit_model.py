@@ -160,9 +160,7 @@ def fit(
             ):
                 found = fitting.run_engines(engines, units, budget_bytes, verifies=verify)
                 by_size, seen = fitting.run_sizes(found[0], others, verifies=verify) if others else (None, ())
-                meter = make_meter(device_of(inner, training.given))
-                if meter.keeps_blocks:
-                    meter.make_room()  # NOTE [ Left over ]
+                make_meter(device_of(inner, training.given)).empty_cache()  # NOTE [ Left over ]
             applied = found[0] if by_size is None else by_size
             apply(model, applied)
             ranks.check_same(applied.to_json, "The plan")

@@ -136,8 +136,7 @@ class Fitting:
             took_s = {chosen.profile.engine: seen.seconds} if seen else {}
         else:
             candidates = [Candidate(f"engine={name!r}", found[0]) for name, found in fitted.items()]
-            steps = RealSteps(self.step, candidates[0].plan.profile)
-            ran = race(steps, candidates)
+            ran = race(RealSteps(self.step, candidates[0].plan.profile), candidates)
             chosen, audit, seen = next(found for found in fitted.values() if found[0] is ran.winner)
             assert seen is not None, "plans that race are verified"
             seen = replace(seen, race=(*ran.finishers, *seen.race))

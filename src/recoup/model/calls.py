@@ -97,7 +97,7 @@ def _forget(tensor: Tensor) -> None:
 
 
 def _forgotten(packed: None) -> Tensor:
-    raise RuntimeError("nothing is saved while calls are watched")
+    raise RuntimeError("this graph is of a forward that recoup only watched, for which nothing was saved")
 
 
 def watch_calls(step: TrainingStep) -> ModuleCall:
@@ -111,13 +111,16 @@ def watch_calls(step: TrainingStep) -> ModuleCall:
         SampleError: the model does not take the sample.
     """
     try:
-        # What the model keeps of this graph cannot be run backwards: it is put back.
+        # What the model keeps of this graph cannot be run backwards: where recoup sees it, it is put back.
         with step.repeated(), saved_tensors_hooks(_forget, _forgotten):
             return _watch_calls(step)
     except SampleError:
         raise
-    except Exception:
-        pass  # and let go of the frames that it holds, with their tensors
+    except Exception as error:
+        # A rank that runs out of memory by itself must not run the step again while others wait in it.
+        if step.waits_in_units and isinstance(error, torch.OutOfMemoryError):
+            raise
+        # Lets go of the frames that the error holds, with their tensors.
     return _watch_without_gradients(step)
 
 

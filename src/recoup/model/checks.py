@@ -28,7 +28,7 @@ def check_model(model: Any, error: type[FitError] = SampleError) -> None:
     if not isinstance(model, nn.Module):
         raise error(f"The model must be a torch.nn.Module; got a {type(model).__name__}.")
     # A traced model is a ScriptModule, too, but takes hooks.
-    if isinstance(model, torch.jit.ScriptModule) and type(model).__name__ == "RecursiveScriptModule":
+    if isinstance(model, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]
         raise error(
             "The model is scripted as a whole (torch.jit.script), so that its calls cannot be watched: give the model"
             " that was scripted. Modules inside a model may be scripted."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -224,25 +224,30 @@ def seeded_as(pairs: Sequence[tuple[Tensor, Tensor | Gradient | None]]) -> Tenso
 
 
 @contextmanager
-def copied_as_accumulated(parameters: Iterable[Tensor]) -> Iterator[None]:
+def copied_as_accumulated(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """A block in whose backwards gradients are copied that lie otherwise than their parameters, as for ``.grad``.
 
-    Such is that of a contiguous convolution whose input is channels-last: a transformer's tokens as an image.
+    Such is that of a contiguous convolution whose input is channels-last: a transformer's tokens as an image. Autograd
+    also copies a gradient that something else holds, such as that of a sum's other operand: this is not seen here.
+
+    Yields:
+        the parameters whose gradients were copied so far.
     """
     hooked = [p for p in parameters if not is_divided(p)]
     without = [p for p in hooked if p._backward_hooks is None]
-    handles = [p.register_hook(partial(_like_parameter, p)) for p in hooked]
+    copied: list[Tensor] = []
     try:
-        yield
+        with ExitStack() as stack:
+            for parameter in hooked:
+                stack.callback(parameter.register_hook(partial(_like_parameter, parameter, copied)).remove)
+            yield copied
     finally:
-        for handle in handles:
-            handle.remove()
         for parameter in without:
             # Not an empty dictionary, which every later backward would look at.
             parameter._backward_hooks = None
 
 
-def _like_parameter(parameter: Tensor, gradient: Tensor) -> Tensor | None:
+def _like_parameter(parameter: Tensor, copied: list[Tensor], gradient: Tensor) -> Tensor | None:
     """A copy where autograd makes one; None where a gradient is taken as it is."""
     if gradient.layout is not torch.strided or parameter.layout is not torch.strided:
         return None
@@ -250,7 +255,10 @@ def _like_parameter(parameter: Tensor, gradient: Tensor) -> Tensor | None:
     if span_of(parameter) == parameter.numel():  # only without gaps in memory are strides compared
         strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
         is_alike = all(own == wanted for size, own, wanted in strides if size != 1)
-    return None if is_alike else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    if is_alike:
+        return None
+    copied.append(parameter)
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def gradients_from(seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

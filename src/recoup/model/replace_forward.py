@@ -56,12 +56,14 @@ class StandIn(ABC):
 
     is_planned = True
     """Whether it belongs to a plan, and goes while the model runs plainly."""
+    was_own = True
+    """Whether the module had a forward of its own: the class's may be another one by the time it is put back. On the
+    class for stand-ins that older versions have pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.original: Any = module.forward
         self.was_own = _FORWARD in module.__dict__
-        """Whether the module had a forward of its own: the class's may be another one by the time it is put back."""
         # On the instance, since the class has its own.
         self.__doc__ = getattr(self.original, "__doc__", None)
         self.__module__ = getattr(self.original, "__module__", type(module).__module__)

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -98,20 +97,13 @@ def gather(owners: dict[nn.Module, Any], root: nn.Module | None, module: nn.Modu
         module: the unit.
     """
     if module not in owners:
-        parameter = _first_parameter(module)
+        parameter = next(module.parameters(), None)
         if root is None or parameter is None or type(parameter).__name__ != "DTensor":
             return
         owners.update(owners_of(root))
     owner = owners.get(module)
     if owner is not None:
         owner.unshard()
-
-
-def _first_parameter(module: nn.Module) -> Tensor | None:
-    """As `Module.parameters` gives it, which takes as long as the launch of a few kernels."""
-    own: Iterator[Tensor | None] = iter(module._parameters.values())
-    inside = (_first_parameter(child) for child in module._modules.values() if child is not None)
-    return next((parameter for parameter in chain(own, inside) if parameter is not None), None)
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,8 @@ class Profile:
         return self._tightest.plan
 
     def may_fit(self, num_bytes: int) -> bool:
-        """Whether the tightest plan of a single forward, and the optimizer's step, need no more."""
-        return self.residents.optimizer_peak_bytes <= num_bytes and self._tightest.fits(num_bytes)
+        """Whether the tightest plan of a single forward needs no more."""
+        return self._tightest.fits(num_bytes)
 
     @property
     def is_captured(self) -> bool:

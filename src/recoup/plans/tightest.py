@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 
 from recoup.errors import ScheduleError
 from recoup.model.recipe import RECOMPUTE, Recipe
@@ -59,22 +58,27 @@ class Tightest:
         self._by_hand_bytes = math.inf
         with suppress(ScheduleError):
             self._by_hand_bytes = simulate(self._steady, self._by_hand).peak_bytes
+        self._fits_bytes = self._by_hand_bytes
+        self._plan: Plan | None = None
 
     def fits(self, num_bytes: int) -> bool:
         """Whether `plan` needs no more than that: finding the plan itself takes longer."""
-        if "plan" in self.__dict__ or self._by_hand_bytes <= num_bytes:
-            return self._by_hand_bytes <= num_bytes or self.plan.predicted.peak_bytes <= num_bytes
-        # No longer than needed: the tables of its solvers take hundreds of MiB for deep models.
-        session = session_of(self._steady, proves=False)
-        if session.has_plan_within(num_bytes):
-            return True
-        self.__dict__["plan"] = self._found(session)  # whoever refuses a budget asks for it
-        return False
+        if num_bytes < self._fits_bytes and self._plan is None:
+            # No longer than needed: the tables of its solvers take hundreds of MiB for deep models.
+            session = session_of(self._steady, proves=False)
+            if session.has_plan_within(num_bytes):
+                self._fits_bytes = num_bytes
+            else:
+                self._plan = self._found(session)  # whoever refuses a budget asks for it
+        least_bytes = self._fits_bytes if self._plan is None else self._plan.predicted.peak_bytes
+        return least_bytes <= num_bytes
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
         """The plan."""
-        return self._found(session_of(self._steady, proves=False))
+        if self._plan is None:
+            self._plan = self._found(session_of(self._steady, proves=False))
+        return self._plan
 
     def _found(self, session: Session) -> Plan:
         best = session.plan(session.smallest_bytes)

@@ -92,6 +92,14 @@ def test_optimizers_and_accumulation_count_alike(kind: str, accumulates: bool) -
     assert_same_bytes(measure(model, sample, **given), measure(model, sample, hardware=HOST, **given))
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("units", ["conv", "head"])
+def test_gradients_that_are_copied_count_alike(units: str, accumulates: bool) -> None:
+    model, sample = models.Patches(), torch.randn(8, 16, 24)
+    given: dict[str, Any] = {"loss": lambda out: out.mean(), "accumulates": accumulates, "units": units}
+    assert_same_bytes(measure(model, sample, **given), measure(model, sample, hardware=HOST, **given))
+
+
 def small() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Dropout(0.3), nn.GELU(), nn.Linear(10, 3, bias=False)

@@ -66,6 +66,10 @@ class Passes:
                 structure = look(self.step, self.units, self.meter, self.inside)
             except LeakError as error:
                 self.units = self._split(self._root, error)
+                continue
+            if structure.accumulates and structure.copies:
+                # Only the first of several backwards in a step copies gradients; later ones, which add, take more.
+                self.step.accumulates, structure = structure.accumulates, None
         if not structure.calls:
             compiled = [name for name, _ in self.step.compiled]
             hidden = f", and that {compiled[0]!r}, which is compiled, does not call it" if compiled else ""

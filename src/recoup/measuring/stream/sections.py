@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,6 +38,7 @@ class Section:
         to_code: after its backward has run, by an earlier section's number, bytes of the gradients of what that made.
         sums: after its backward has run, by the same number, the most that lives in that one's backward beside such a
             gradient that is a view: what is added to it is not added in place, and the sum takes room of its own.
+        copies: after its backward has run, whether gradients of parameters were copied, which lie otherwise.
     """
 
     heads: Sequence[Tensor]
@@ -51,6 +51,7 @@ class Section:
     views: GradientViews = field(default_factory=GradientViews)
     to_code: dict[int, int] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
+    copies: bool = False
 
     def backward_bytes(self, meter: Meter, *, frees: bool, adds: bool) -> int:
         """The most that lives in its backward, with the gradients of what it handed on; nothing earlier runs.
@@ -69,11 +70,13 @@ class Section:
             _marks(node)[_LIVE] = meter.live_bytes() - before
 
         hooks = [node.register_prehook(partial(note_live, node)) for node in self.saving]
-        with nullcontext() if adds else copied_as_accumulated(self.parameters):
+        # Added gradients are not copied.
+        with copied_as_accumulated(() if adds else self.parameters) as copied:
             found = run_grad(seed, self.edges, torch.empty(0), retain_graph=not frees, allow_unused=True)
         for hook in hooks:
             hook.remove()
         self._note_gradients(found)
+        self.copies = bool(copied)
         return meter.peak_bytes() - before
 
     def _note_gradients(self, found: Sequence[Tensor | None]) -> None:

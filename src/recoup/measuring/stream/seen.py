@@ -150,9 +150,18 @@ class Tail:
 
 @dataclass(frozen=True)
 class Structure:
-    """A step as `look` saw it."""
+    """A step as `look` saw it.
+
+    Attributes:
+        calls: of units.
+        tail: the code behind them.
+        accumulates: whether gradients are there when a backward begins.
+        has_stale: whether those of the step before are there in the forward, and gone when the backward begins.
+        copies: whether gradients were copied for parameters that had none.
+    """
 
     calls: tuple[SeenCall, ...]
     tail: Tail
     accumulates: Accumulates
     has_stale: bool = False
+    copies: bool = False

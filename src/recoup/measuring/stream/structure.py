@@ -143,6 +143,7 @@ class _Looker(Visitor):
         # By identity, as a span knows what its calls hand on.
         self._handed = WeakTensorKeyDictionary()
         self._outputs: list[tuple[str, weakref.ref[Tensor]]] = []
+        self.copies = False
         self._begin_code()
 
     def _begin_code(self, call: UnitCall | None = None, output: Any = None) -> None:
@@ -191,6 +192,7 @@ class _Looker(Visitor):
         }
         adds = bool(self.step.accumulates) or self.step.leaves_gradients
         backward_bytes = section.backward_bytes(self.meter, frees=self.frees, adds=adds)
+        self.copies |= section.copies
         given = dict.fromkeys((number for number in section.numbers if number is not None), 0)
         self._kept = []
         return Code(
@@ -455,7 +457,7 @@ def _look(
         if looker.tail is None:
             raise LossError("The step ran no backward. A step= callable must call loss.backward().")
         calls = noting_gradients(looker.calls, looker.tail)
-        return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale)
+        return Structure(calls, looker.tail, streamed.accumulates, streamed.has_stale, looker.copies)
 
 
 def _given_back(tensor: Tensor) -> Tensor:
