@@ -24,6 +24,8 @@ _SHOWN = 20.0
 """Weight of the steps that the report shows, those of the kept plan and of the plain step, beside those of rivals."""
 _DOUBT = 0.03
 """Weight, beside measured steps, of the predicted plain step where it was not measured; and of equal factors."""
+_LEAST_EXTRA = 0.1
+"""Share of the first factor that the second one is at least: recomputing for nothing would look as good as keeping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Pricing:
 def learn(profile: Profile, steps: Sequence[tuple[Schedule, float]], plain_s: float | None) -> Pricing:
     """The pricing that explains measured steps best, by least squares of relative errors; none of it is below 0.
 
+    Where a plan took no longer than the plain step, its replays still cost a little: `_LEAST_EXTRA`.
+
     Args:
         profile: by which their seconds were predicted.
         steps: the schedules that ran, and the seconds that each took. The first is that of the plan that is
@@ -57,15 +61,18 @@ def learn(profile: Profile, steps: Sequence[tuple[Schedule, float]], plain_s: fl
     plain, predicted_s = profile.plain_schedule, profile.plain.seconds
     known = [(ran, seconds, 1.0 if index else _SHOWN) for index, (ran, seconds) in enumerate(steps)]
     known.append((plain, plain_s, _SHOWN) if plain_s else (plain, predicted_s, _DOUBT))
-    # Predictions are linear in the pricing: each of its numbers by itself gives a column.
-    columns = [priced(profile, Pricing(*(float(n == index) for n in range(4)))).problem for index in range(4)]
+    # Predictions are linear in the pricing: the factor with the least extra, and each other number, gives a column.
+    parts = [(1.0, _LEAST_EXTRA, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)]
+    columns = [priced(profile, Pricing(*part)).problem for part in parts]
     rows = [
         [weight * simulate(problem, ran).seconds / seconds for problem in columns]
         for ran, seconds, weight in known
     ]
     doubt = _DOUBT * predicted_s / (plain_s or predicted_s)
-    found, _ = nnls([*rows, [doubt, -doubt, 0.0, 0.0]], [*(weight for _, _, weight in known), 0.0])
-    return Pricing(*map(float, found))
+    equal = [doubt * (1.0 - _LEAST_EXTRA), -doubt, 0.0, 0.0]
+    found, _ = nnls([*rows, equal], [*(weight for _, _, weight in known), 0.0])
+    factor, extra, replay_s, tensor_s = map(float, found)
+    return Pricing(factor, _LEAST_EXTRA * factor + extra, replay_s, tensor_s)
 
 
 def priced(profile: Profile, pricing: Pricing) -> Profile:
