@@ -6,6 +6,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import transformers
 import zoo
 from torch import Tensor, nn
 
@@ -97,6 +98,63 @@ def test_blocks_deep_in_the_tree_at_the_outermost_level() -> None:
 
     model = nn.Sequential(nn.Sequential(nn.Sequential(block(), block())), nn.Linear(6, 2))
     assert chosen(model, torch.zeros(4, 6)) == ["0.0.0", "0.0.1", "1"]
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Residual(nn.Module):
+    """What it holds is up to its user."""
+
+    def __init__(self, inside: nn.Module, scale: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inside, self.scale = inside, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.scale is None else self.scale(x)
+        return x + self.inside(x)
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: Residual(Feed(), nn.Linear(6, 6)), lambda: frozen(Residual(Feed()))],
+    ids=["a layer more", "frozen"],
+)
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_a_block_that_is_unlike_those_beside_it(other: Callable[[], nn.Module], position: int) -> None:
+    blocks = [Residual(Feed()) for _ in range(3)]
+    blocks.insert(position, other())
+    model = nn.Sequential(nn.Linear(6, 6), *blocks, nn.Linear(6, 2))
+    assert chosen(model, torch.zeros(4, 6)) == [str(index) for index in range(6)]
+
+
+def test_blocks_of_transformers_that_are_unlike_those_beside_them() -> None:
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 4, "num_layers": 3, "num_heads": 4, "vocab_size": 20}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    blocks = [f"{part}.block.{index}" for part in ("encoder", "decoder") for index in range(3)]
+    assert [name for name in chosen(t5, {"input_ids": tokens, "labels": tokens}) if "block" in name] == blocks
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[3, 3])
+    resnet = transformers.ResNetForImageClassification(config)
+    pixels = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
+    layers = [f"resnet.encoder.stages.{stage}.layers.{index}" for stage in range(2) for index in range(3)]
+    assert [name for name in chosen(resnet, pixels) if "stages" in name] == layers
+
+
+def test_a_block_that_is_much_larger_than_those_beside_it_is_looked_into() -> None:
+    large = Residual(nn.Sequential(*(Residual(Feed()) for _ in range(3))))
+    model = nn.Sequential(Residual(Feed()), Residual(Feed()), large)
+    assert chosen(model, torch.zeros(4, 6)) == ["0", "1", *(f"2.inside.{index}" for index in range(3))]
 
 
 class Repeated(nn.Module):

@@ -4,7 +4,9 @@ NOTE [ Choosing units ]
     1. A module whose form occurs again (a transformer block, a residual block, a cell called at every step) is a
        unit, at the outermost level where that holds. Modules without parameters may differ: stochastic depth gives each
        block its own rate, and the first an Identity. Single operations (modules without children) repeat everywhere,
-       and count only if one and the same layer is called again.
+       and count only if one and the same layer is called again. A block whose form is its own is known by those called
+       beside it, of the same class and more than half its size: the first of a T5 has a table of positions, that of a
+       mixture of experts may have none, another may be frozen.
     2. A module that contains such blocks is no unit: its calls are looked at one by one.
     3. What remains is a unit if it is small (a quarter of the step's bytes at most) or calls nothing.
     4. A plain Sequential of single operations that is no unit is cut into slices (NOTE [ Slices ]). Each begins at a
@@ -19,12 +21,12 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
 from recoup.errors import UnitError
-from recoup.model.calls import ModuleCall, form_of_module
+from recoup.model.calls import ModuleCall, class_of_module, form_of_module
 from recoup.model.slices import (
     Slice,
     first_overlap,
@@ -38,6 +40,7 @@ __all__ = ["Units", "children_of", "choose_units", "find_units", "parts_of", "sp
 
 Units = str | nn.Module | type[nn.Module] | Callable[[str, nn.Module], bool]
 _LARGEST_SHARE = 4
+_MUCH_LARGER = 2
 
 
 def choose_units(root: ModuleCall) -> list[nn.Module]:
@@ -59,6 +62,7 @@ class _Choice:
         self.forms = {call.module: form_of_module(call.module) for call in root.walk()}
         self.counts = Counter(self.forms[call.module] for call in root.walk())
         self.num_calls = Counter(call.module for call in root.walk())
+        self.like_blocks = {module for call in root.walk() for module in self._like_blocks_in(call)}
 
     def units(self) -> list[nn.Module]:
         return self._parts(self.root) if self.root.inside else [self.root.module]
@@ -77,10 +81,22 @@ class _Choice:
         return chosen
 
     def _is_block(self, call: ModuleCall) -> bool:
+        return call.module in self.like_blocks or self._occurs_again(call)
+
+    def _occurs_again(self, call: ModuleCall) -> bool:
         """Whether a call's form occurs again. A leaf is one and the same layer with parameters, called at each step."""
         module = call.module
         is_cell = self.num_calls[module] > 1 and any(True for _ in module.parameters(recurse=False))
         return self.counts[self.forms[module]] > 1 and (bool(call.inside) or is_cell)
+
+    def _like_blocks_in(self, call: ModuleCall) -> Iterator[nn.Module]:
+        """What is called beside blocks of its class, and is not much larger. Containers may hold anything."""
+        calls = [(class_of_module(one.module), one) for one in call.inside if one.inside]
+        largest: dict[type[nn.Module], int] = {}
+        for own, one in calls:
+            if own is not nn.Sequential and self._occurs_again(one):
+                largest[own] = max(one.made_bytes, largest.get(own, 0))
+        yield from (one.module for own, one in calls if one.made_bytes < _MUCH_LARGER * largest.get(own, 0))
 
 
 class _Slicing:

@@ -14,8 +14,10 @@ from recoup.model.recipe import KEEP, RECOMPUTE, Recipe
 
 __all__ = ["Effort", "large_behaviours", "promising_recipes", "useful_recipes"]
 
-# Units that save less than this share of what all units save get only the two usual recipes.
+# Units that save less than this share of what all units save get only the two usual recipes,
 _SMALL_SHARE = 0.04
+# unless one of their calls saves at least this share of what the largest call saves: a block that is the first of many.
+_LARGE_CALL = 0.5
 # Modules that save less than this share of their unit are not recomputed by themselves.
 _WORTH_SHARE = 0.02
 # A replay may stop early, but not before this share of its forward.
@@ -66,16 +68,24 @@ class Effort:
 
 
 def large_behaviours(saved_bytes: Iterable[tuple[Any, int]]) -> frozenset[Any]:
-    """The behaviours that save more than a small share of what all calls save.
+    """The behaviours that save more than a small share of what all calls save, or about as much in a call as any.
 
-    >>> sorted(large_behaviours([("block", 60), ("norm", 3), ("block", 37)]))
-    ['block']
+    >>> calls = [("first", 20), *[("block", 30)] * 30, ("norm", 9), ("norm", 9)]
+    >>> sorted(large_behaviours(calls))
+    ['block', 'first']
     """
     saved: dict[Any, int] = defaultdict(int)
+    most: dict[Any, int] = defaultdict(int)
     for behaviour, size in saved_bytes:
         saved[behaviour] += size
-    total = sum(saved.values())
-    return frozenset(behaviour for behaviour, size in saved.items() if size > _SMALL_SHARE * total)
+        most[behaviour] = max(size, most[behaviour])
+    least_bytes = _SMALL_SHARE * sum(saved.values())
+    least_of_call = _LARGE_CALL * max(most.values(), default=0)
+    return frozenset(
+        behaviour
+        for behaviour, size in saved.items()
+        if size > least_bytes or most[behaviour] >= least_of_call > 0
+    )
 
 
 def promising_recipes(
