@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import warnings
@@ -14,6 +15,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 import recoup
+from recoup.engines import racing
 from recoup.errors import RecoupWarning
 from recoup.plans.profile import Profile
 
@@ -34,6 +36,9 @@ def _run(
     _is_thorough = is_thorough
     torch.set_num_threads(1)
     warnings.simplefilter("error", RecoupWarning)
+    gc.collect()
+    gc.freeze()  # as in conftest.py
+    racing._MOST_ROUNDS = 2  # of such short steps five are timed, each of which waits for all ranks
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     try:

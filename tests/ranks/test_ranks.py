@@ -148,4 +148,4 @@ def test_four_ranks() -> None:
 
 @pytest.mark.slow
 def test_four_ranks_with_all_combinations_of_settings() -> None:
-    on_ranks(4, sharded_to_larger_shards, is_thorough=True)
+    on_ranks(4, sharded_over_replicas, sharded_to_larger_shards, is_thorough=True)
