@@ -111,6 +111,8 @@ def test_a_unit_that_could_not_be_captured(captured: Profile) -> None:
 def test_a_unit_that_holds_too_little(captured: Profile) -> None:
     found = recoup.explain(fitted(captured), "head")
     assert found.note == "It runs eagerly: it holds too little to be worth capturing."
+    said = "3 of 5 unit calls run as graphs of operations (engine='captured'); 1 holds too little to be worth it."
+    assert fitted(captured).plan.notes[0] == said
 
 
 def test_an_eager_plan() -> None:

@@ -173,7 +173,10 @@ def _on_engine(profile: Profile) -> Iterator[str]:
             unit for unit in calls if unit.recipes[0].cut is not None and unit.recipes[0].cut.engine == engine
         ]
         if ran:
-            yield f"{len(ran)} of {len(calls)} unit calls run as {what} (engine={engine!r})."
+            num_small = len(calls) - len(ran) - sum(bool(unit.uncaptured) for unit in calls)
+            hold = "holds" if num_small == 1 else "hold"
+            small = f"; {num_small} {hold} too little to be worth it" if num_small else ""
+            yield f"{len(ran)} of {len(calls)} unit calls run as {what} (engine={engine!r}){small}."
             yield f"The plain step is that of the same {what}, with everything kept."
     reasons: dict[str, list[str]] = {}
     for unit in calls:
