@@ -245,7 +245,7 @@ OUTSIDE_TOLERANCE = {"T5": 2.5, "GPT-J": 2.5, "Wav2Vec2": 2.5, "Segformer": 2.5}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("share", [0.8, 0.5, None])
+@pytest.mark.parametrize("share", slow_but([0.5, None], [0.8, 0.5, None]))
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_transformers(name: str, share: float | None) -> None:
     case = transformers_case(name)

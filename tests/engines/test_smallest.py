@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engines.captured_models import MODELS
+from slowly import slow_but
 
 import recoup
 from recoup.capture import run
@@ -54,7 +55,7 @@ def cuts(profile: Any) -> set[Any]:
     return {recipe for unit in profile.units for recipe in unit.recipes if recipe.by_seconds}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(["GPT-2", "U-Net", "ViT"], NAMES))
 def test_it_does_not_depend_on_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sample = MODELS[name]()
     eager = recoup.measure(model, sample)
@@ -73,7 +74,10 @@ def test_it_does_not_depend_on_seconds(name: str, monkeypatch: pytest.MonkeyPatc
         assert by_seconds[0] != by_seconds[1]  # the seconds were others
 
 
-@pytest.mark.parametrize(("name", "units"), [("GPT-2", "transformer.h.*"), ("Llama", "model.layers.*")])
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [("GPT-2", "transformer.h.*"), pytest.param("Llama", "model.layers.*", marks=pytest.mark.slow)],
+)
 def test_a_refusal_names_it_and_another_fit_accepts_it(
     name: str, units: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
