@@ -151,10 +151,20 @@ def test_blocks_of_transformers_that_are_unlike_those_beside_them() -> None:
     assert [name for name in chosen(resnet, pixels) if "stages" in name] == layers
 
 
-def test_a_block_that_is_much_larger_than_those_beside_it_is_looked_into() -> None:
-    large = Residual(nn.Sequential(*(Residual(Feed()) for _ in range(3))))
+@pytest.mark.parametrize("num_blocks", [2, 4])
+def test_a_module_with_blocks_of_its_class_inside_is_none(num_blocks: int) -> None:
+    holding = Residual(nn.Sequential(*(Residual(Feed()) for _ in range(num_blocks))))
+    model = nn.Sequential(Residual(Feed()), Residual(Feed()), holding)
+    inside = [f"2.inside.{index}" for index in range(num_blocks)]
+    assert chosen(model, torch.zeros(4, 6)) == ["0", "1", *inside]
+
+
+@pytest.mark.parametrize(("num_layers", "is_block"), [(2, True), (9, False)])
+def test_a_module_that_is_much_larger_than_those_beside_it_is_none(num_layers: int, is_block: bool) -> None:
+    large = Residual(nn.Sequential(*(Feed() for _ in range(num_layers))))
     model = nn.Sequential(Residual(Feed()), Residual(Feed()), large)
-    assert chosen(model, torch.zeros(4, 6)) == ["0", "1", *(f"2.inside.{index}" for index in range(3))]
+    inside = ["2"] if is_block else [f"2.inside.{index}" for index in range(num_layers)]
+    assert chosen(model, torch.zeros(4, 6)) == ["0", "1", *inside]
 
 
 class Repeated(nn.Module):

@@ -5,8 +5,9 @@ NOTE [ Choosing units ]
        unit, at the outermost level where that holds. Modules without parameters may differ: stochastic depth gives each
        block its own rate, and the first an Identity. Single operations (modules without children) repeat everywhere,
        and count only if one and the same layer is called again. A block whose form is its own is known by those called
-       beside it, of the same class and more than half its size: the first of a T5 has a table of positions, that of a
-       mixture of experts may have none, another may be frozen.
+       beside it, of the same class and more than a third of its size: the first of a T5 has a table of positions, that
+       of a mixture of experts may have none, that of a stage makes images smaller, another may be frozen. It calls no
+       module of its class: what does may hold many blocks.
     2. A module that contains such blocks is no unit: its calls are looked at one by one.
     3. What remains is a unit if it is small (a quarter of the step's bytes at most) or calls nothing.
     4. A plain Sequential of single operations that is no unit is cut into slices (NOTE [ Slices ]). Each begins at a
@@ -40,7 +41,7 @@ __all__ = ["Units", "children_of", "choose_units", "find_units", "parts_of", "sp
 
 Units = str | nn.Module | type[nn.Module] | Callable[[str, nn.Module], bool]
 _LARGEST_SHARE = 4
-_MUCH_LARGER = 2
+_MUCH_LARGER = 3
 
 
 def choose_units(root: ModuleCall) -> list[nn.Module]:
@@ -96,7 +97,11 @@ class _Choice:
         for own, one in calls:
             if own is not nn.Sequential and self._occurs_again(one):
                 largest[own] = max(one.made_bytes, largest.get(own, 0))
-        yield from (one.module for own, one in calls if one.made_bytes < _MUCH_LARGER * largest.get(own, 0))
+        for own, one in calls:
+            if one.made_bytes < _MUCH_LARGER * largest.get(own, 0):
+                inside = [class_of_module(inner.module) for inner in one.walk()]
+                if inside.count(own) == 1:
+                    yield one.module
 
 
 class _Slicing:
