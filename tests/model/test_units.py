@@ -159,11 +159,28 @@ def test_a_module_with_blocks_of_its_class_inside_is_none(num_blocks: int) -> No
     assert chosen(model, torch.zeros(4, 6)) == ["0", "1", *inside]
 
 
-@pytest.mark.parametrize(("num_layers", "is_block"), [(2, True), (9, False)])
-def test_a_module_that_is_much_larger_than_those_beside_it_is_none(num_layers: int, is_block: bool) -> None:
-    large = Residual(nn.Sequential(*(Feed() for _ in range(num_layers))))
-    model = nn.Sequential(Residual(Feed()), Residual(Feed()), large)
-    inside = ["2"] if is_block else [f"2.inside.{index}" for index in range(num_layers)]
+class Stage(nn.Module):
+    """What users write for a row of blocks."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Row(nn.Sequential):
+    """A container by another name."""
+
+
+@pytest.mark.parametrize("kind", [Stage, Row, nn.Sequential])
+@pytest.mark.parametrize("num_blocks", [3, 4, 11])
+def test_a_stage_with_more_blocks_than_those_beside_it_is_none(kind: Any, num_blocks: int) -> None:
+    model = nn.Sequential(*(kind(*(Feed() for _ in range(count))) for count in (2, 2, num_blocks)))
+    inside = [f"2.{'layers.' if kind is Stage else ''}{index}" for index in range(num_blocks)]
     assert chosen(model, torch.zeros(4, 6)) == ["0", "1", *inside]
 
 

@@ -10,7 +10,7 @@ NOTE [ Trees ]
        are no hooks. `FunctionState` looks at those one by one, and at modules that change all the time. Whether a
        partial or a method leads further is looked up in every call: its type does not tell.
     4. Values are compared by identity, never by `==`: an equal tensor is another one, and 1 is not True. Keys are
-       compared by `==`, and are strings.
+       compared by `==`, and are strings or integers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _CONTAINERS = (dict, list, set, frozenset)
 _MOST_ITEMS = 1000
 _MOST_TREES = 4
-"""Of one module, in a row: if it changes all the time, one is made in the 8th, 16th, … call without one only."""
+"""Of one module, in a row: if it changes all the time, one is made in the 8th, 16th, 32nd, … call without one only."""
 _LASTING = 8
 """A tree that was read so often was worth its while."""
 
@@ -119,7 +119,7 @@ class Tree:
         items = [*_values_of(self._dicts(held)), *chain.from_iterable(self._lists(held))]
         self._attribute_types, self._item_types = list(map(type, held)), list(map(type, items))
         self.keys = _keys_of(attributes, self._dicts(held))
-        if not all(type(key) is str for key in self.keys):
+        if not all(type(key) in (str, int) for key in self.keys):
             raise _UnlikeError
         self.lengths = list(map(len, chain(attributes, self._dicts(held), self._lists(held))))
         owners = [*range(len(held)), *(place for place in (*dicts, *lists) for _ in held[place])]

@@ -105,7 +105,8 @@ def watch_calls(step: TrainingStep) -> ModuleCall:
 
     It runs with gradients, but holds nothing for a backward: without gradients attention has kernels of its own, which
     take up to a second to build. Where that fails or does not fit, since the forward runs a backward of its own, or a
-    function holds tensors itself, it runs without a graph; and with one, which may not fit, where it needs one.
+    function holds tensors itself, it runs without a graph; and with one, which may not fit, where it needs one. Where
+    units wait for other ranks, memory that runs out is an error at once: it may be that of one rank alone.
 
     Raises:
         SampleError: the model does not take the sample.
@@ -117,7 +118,7 @@ def watch_calls(step: TrainingStep) -> ModuleCall:
     except SampleError:
         raise
     except Exception as error:
-        # A rank that runs out of memory by itself must not run the step again while others wait in it.
+        # It must not run the step again while others wait in it.
         if step.waits_in_units and isinstance(error, torch.OutOfMemoryError):
             raise
         # Lets go of the frames that the error holds, with their tensors.

@@ -111,7 +111,7 @@ class TrainingStep:
         self.begin: Callable[[], None] | None = None
         #: Whether a whole step has run in `finding_writes`, its backward included.
         self.knows_writes = False
-        #: What its user says of gradients that are there when it begins, after `read_accumulation`.
+        #: Whether gradients are there when it begins: what its user says (`read_accumulation`), or a pass has found.
         self.accumulates: Accumulates = False
         #: Whether a step begins with gradients of the step before.
         self.leaves_gradients = False

@@ -5,9 +5,9 @@ NOTE [ Choosing units ]
        unit, at the outermost level where that holds. Modules without parameters may differ: stochastic depth gives each
        block its own rate, and the first an Identity. Single operations (modules without children) repeat everywhere,
        and count only if one and the same layer is called again. A block whose form is its own is known by those called
-       beside it, of the same class and more than a third of its size: the first of a T5 has a table of positions, that
-       of a mixture of experts may have none, that of a stage makes images smaller, another may be frozen. It calls no
-       module of its class: what does may hold many blocks.
+       beside it, of the same class: the first of a T5 has a table of positions, that of a mixture of experts may have
+       none, that of a stage makes images smaller, another may be frozen. With more blocks inside than these it may be a
+       stage, longer than those beside it.
     2. A module that contains such blocks is no unit: its calls are looked at one by one.
     3. What remains is a unit if it is small (a quarter of the step's bytes at most) or calls nothing.
     4. A plain Sequential of single operations that is no unit is cut into slices (NOTE [ Slices ]). Each begins at a
@@ -41,7 +41,6 @@ __all__ = ["Units", "children_of", "choose_units", "find_units", "parts_of", "sp
 
 Units = str | nn.Module | type[nn.Module] | Callable[[str, nn.Module], bool]
 _LARGEST_SHARE = 4
-_MUCH_LARGER = 3
 
 
 def choose_units(root: ModuleCall) -> list[nn.Module]:
@@ -91,17 +90,18 @@ class _Choice:
         return self.counts[self.forms[module]] > 1 and (bool(call.inside) or is_cell)
 
     def _like_blocks_in(self, call: ModuleCall) -> Iterator[nn.Module]:
-        """What is called beside blocks of its class, and is not much larger. Containers may hold anything."""
-        calls = [(class_of_module(one.module), one) for one in call.inside if one.inside]
-        largest: dict[type[nn.Module], int] = {}
-        for own, one in calls:
-            if own is not nn.Sequential and self._occurs_again(one):
-                largest[own] = max(one.made_bytes, largest.get(own, 0))
-        for own, one in calls:
-            if one.made_bytes < _MUCH_LARGER * largest.get(own, 0):
-                inside = [class_of_module(inner.module) for inner in one.walk()]
-                if inside.count(own) == 1:
-                    yield one.module
+        """What is called beside blocks of its class, and has no more blocks inside than they have."""
+        calls = [one for one in call.inside if one.inside and not is_plain_sequential(one.module)]
+        most: dict[type[nn.Module], int] = {}
+        for one in filter(self._occurs_again, calls):
+            own = class_of_module(one.module)
+            most[own] = max(self._num_blocks_in(one), most.get(own, 0))
+        for one in calls:
+            if self._num_blocks_in(one) <= most.get(class_of_module(one.module), -1):
+                yield one.module
+
+    def _num_blocks_in(self, call: ModuleCall) -> int:
+        return sum(self._occurs_again(one) for one in call.walk() if one is not call)
 
 
 class _Slicing:

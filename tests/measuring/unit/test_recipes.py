@@ -1,10 +1,32 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from recoup.measuring.unit.one_unit import CallBytes, CallSeconds
-from recoup.measuring.unit.recipes import promising_recipes, useful_recipes
+from recoup.measuring.unit.recipes import Effort, large_behaviours, promising_recipes, useful_recipes
 from recoup.model.recipe import KEEP, RECOMPUTE, Recipe
+
+
+def test_large_kinds_in_all_or_in_a_call() -> None:
+    blocks = [("block", 30)] * 30
+    assert large_behaviours([*blocks, ("first", 15), ("norm", 14)]) == {"block", "first"}
+    # Of many that are all unlike, the largest.
+    unlike = [(index, 100 + index) for index in range(30)]
+    assert large_behaviours(unlike) == set(range(22, 30))
+    assert large_behaviours([("leaf", 0), ("leaf", 0)]) == large_behaviours([]) == frozenset()
+
+
+def test_single_calls_do_not_make_others_less_thorough() -> None:
+    def seen(behaviour: str, size: int) -> Any:
+        return SimpleNamespace(behaviour=behaviour, kind=behaviour, saved_inside={"up": size})
+
+    alone = Effort.for_calls([seen("block", 30)] * 30)
+    beside = Effort.for_calls([seen("first", 31), *[seen("block", 30)] * 30, seen("last", 20)])
+    assert (beside.num_partial, beside.repeats) == (alone.num_partial, alone.repeats) == (4, 3)
+    assert beside.large == {"first", "block", "last"}
 
 
 def test_a_unit_with_nothing_inside() -> None:

@@ -67,7 +67,7 @@ class Passes:
             except LeakError as error:
                 self.units = self._split(self._root, error)
                 continue
-            if structure.accumulates and structure.copies:
+            if self.step.ranks.largest(bool(structure.accumulates and structure.copies)):
                 # Only the first of several backwards in a step copies gradients; later ones, which add, take more.
                 self.step.accumulates, structure = structure.accumulates, None
         if not structure.calls:

@@ -16,8 +16,10 @@ __all__ = ["Effort", "large_behaviours", "promising_recipes", "useful_recipes"]
 
 # Units that save less than this share of what all units save get only the two usual recipes,
 _SMALL_SHARE = 0.04
-# unless one of their calls saves at least this share of what the largest call saves: a block that is the first of many.
+# unless one of their calls saves at least this share of what the largest call saves, as the first of many blocks does,
 _LARGE_CALL = 0.5
+# and there are no more kinds than these: each takes time to measure, and seconds to compile.
+_MOST_LARGE = 8
 # Modules that save less than this share of their unit are not recomputed by themselves.
 _WORTH_SHARE = 0.02
 # A replay may stop early, but not before this share of its forward.
@@ -46,11 +48,13 @@ class Effort:
     @classmethod
     def for_calls(cls, calls: Sequence[SeenCall]) -> Effort:
         """The effort for a step's calls."""
-        large = large_behaviours((seen.behaviour, sum(seen.saved_inside.values())) for seen in calls)
-        num_kinds = len({seen.kind for seen in calls if seen.behaviour in large})
+        saved_bytes = [(seen.behaviour, sum(seen.saved_inside.values())) for seen in calls]
+        # A single call more is no reason to look at what there is most of in less detail.
+        decisive = _much_in_all(saved_bytes)
+        num_kinds = len({seen.kind for seen in calls if seen.behaviour in decisive})
         num_partial = 4 if num_kinds <= 2 else 2 if num_kinds <= 4 else 1
-        repeats = 3 if len(large) <= 2 else 2 if len(large) <= 4 else 1
-        return cls(large, num_partial, repeats, warm_up=int(repeats > 1))
+        repeats = 3 if len(decisive) <= 2 else 2 if len(decisive) <= 4 else 1
+        return cls(large_behaviours(saved_bytes), num_partial, repeats, warm_up=int(repeats > 1))
 
     def repeats_of(self, seen: SeenCall) -> int:
         """How often each recipe of a call is timed."""
@@ -68,24 +72,29 @@ class Effort:
 
 
 def large_behaviours(saved_bytes: Iterable[tuple[Any, int]]) -> frozenset[Any]:
-    """The behaviours that save more than a small share of what all calls save, or about as much in a call as any.
+    """The behaviours that save more than a small share of what all calls save; and a few that do so call by call.
 
     >>> calls = [("first", 20), *[("block", 30)] * 30, ("norm", 9), ("norm", 9)]
     >>> sorted(large_behaviours(calls))
     ['block', 'first']
     """
+    calls = list(saved_bytes)
+    found = _much_in_all(calls)
+    most: dict[Any, int] = {}
+    for behaviour, size in calls:
+        most[behaviour] = max(size, most.get(behaviour, 0))
+    least_bytes = max(1.0, _LARGE_CALL * max(most.values(), default=0))
+    others = [one for one, size in most.items() if one not in found and size >= least_bytes]
+    others.sort(key=lambda one: -most[one])
+    return found | frozenset(others[: max(0, _MOST_LARGE - len(found))])
+
+
+def _much_in_all(saved_bytes: Iterable[tuple[Any, int]]) -> frozenset[Any]:
     saved: dict[Any, int] = defaultdict(int)
-    most: dict[Any, int] = defaultdict(int)
     for behaviour, size in saved_bytes:
         saved[behaviour] += size
-        most[behaviour] = max(size, most[behaviour])
-    least_bytes = _SMALL_SHARE * sum(saved.values())
-    least_of_call = _LARGE_CALL * max(most.values(), default=0)
-    return frozenset(
-        behaviour
-        for behaviour, size in saved.items()
-        if size > least_bytes or most[behaviour] >= least_of_call > 0
-    )
+    total = sum(saved.values())
+    return frozenset(behaviour for behaviour, size in saved.items() if size > _SMALL_SHARE * total)
 
 
 def promising_recipes(
