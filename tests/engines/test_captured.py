@@ -287,6 +287,25 @@ def test_layers_that_are_skipped_at_random_are_all_measured() -> None:
     assert sum(not unit.is_code for unit in fitted.profile.units) == 4
 
 
+class Scaled(FeedForward):
+    """The first of many blocks, with a layer of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scale(x))
+
+
+def test_a_block_that_is_the_only_one_of_its_kind_is_captured_as_the_others_are() -> None:
+    model = nn.Sequential(Scaled(8), *(FeedForward(8) for _ in range(30)), nn.Linear(8, 4))
+    profile = recoup.measure(model, torch.randn(16, 8), loss=torch.sum, engine="captured")
+    units = [unit for unit in profile.units if not unit.is_code]
+    captured = [unit.name for unit in units if any(recipe.cut for recipe in unit.recipes)]
+    assert captured == [str(index) for index in range(31)]
+
+
 def test_a_unit_inside_a_captured_unit_is_no_compiled_model() -> None:
     """Without the warning that a plan is not in force inside compiled code: warnings are errors."""
     model, sample = CallsTwice(), (torch.randn(32, 16),)

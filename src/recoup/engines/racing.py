@@ -8,7 +8,6 @@ NOTE [ Quiet moments ]
        plain step before they are timed, of a rival only if it is faster than the plan.
     5. Of several ranks, the slowest one's seconds and the largest peak count for all. Nothing is decided by a rank's
        own numbers, nor by an error that only one rank catches: all run the same steps in the same order.
-
     6. The first step under a plan that was just applied takes longer than later ones. It is not timed, and in later
        turns the same stand-ins are put back.
 """
@@ -214,9 +213,8 @@ def _race(steps: RealSteps, entries: Sequence[tuple[Candidate, _Way]]) -> Race:
     winner = 0
     faster = [index for index in range(1, len(ways)) if laps[index].is_faster_than(laps[0])]
     for index in sorted(faster, key=lambda index: laps[index].seconds):
-        seen = _try_to_record(
-            steps, ways[index], plan.budget_bytes, RecoupError
-        )  # a rival that cannot run is no reason to fail
+        # A rival that cannot run is no reason to fail.
+        seen = _try_to_record(steps, ways[index], plan.budget_bytes, RecoupError)
         laps[index] = Lap(times[index], seen)
         if seen and seen.peak_bytes <= plan.budget_bytes:
             winner = index

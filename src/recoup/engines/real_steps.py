@@ -2,8 +2,8 @@
 
 NOTE [ Left over ]
     The allocator of a GPU gives tensors of more than 1 MiB a freed block that is up to 1 MiB larger, and counts all of
-    it. Blocks of odd sizes that measuring has left behind may so make a step pass its budget (by 15 MB of 3.8 GB for a
-    Whisper): two steps are recorded without them, and caches are emptied when a fit has found its plan.
+    it. Blocks of odd sizes that measuring has left behind may so make a step pass its budget: two steps are recorded
+    without them, and caches are emptied when a fit has found its plan.
 """
 
 from __future__ import annotations
@@ -135,9 +135,8 @@ class RealSteps:
     def shaken(self) -> Iterator[None]:
         """Steps with other last bits in what is trained: so far rounding may move gradients, too.
 
-        Parameters whose elements share memory, such as expanded ones, keep theirs.
-
-        Under autocast, those of parameters in 32 bits are the last ones of its dtype.
+        Parameters whose elements share memory, such as expanded ones, keep theirs. Under autocast, those of parameters
+        in 32 bits are the last ones of its dtype.
         """
         flipped: dict[int, list[tuple[Tensor, int]]] = {}
         conditions = self.profile.conditions

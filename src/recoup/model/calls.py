@@ -104,7 +104,7 @@ def watch_calls(step: TrainingStep) -> ModuleCall:
     """Runs the step's forward once and returns its calls, under one root; notes the step's inputs.
 
     It runs with gradients, but holds nothing for a backward: without gradients attention has kernels of its own, which
-    take up to a second to build. Where that fails or does not fit, since the forward runs a backward of its own, or a
+    take time to build. Where that fails or does not fit, since the forward runs a backward of its own, or a
     function holds tensors itself, it runs without a graph; and with one, which may not fit, where it needs one. Where
     units wait for other ranks, memory that runs out is an error at once: it may be that of one rank alone.
 
@@ -121,7 +121,7 @@ def watch_calls(step: TrainingStep) -> ModuleCall:
         # It must not run the step again while others wait in it.
         if step.waits_in_units and isinstance(error, torch.OutOfMemoryError):
             raise
-        # Lets go of the frames that the error holds, with their tensors.
+    # Here, since the error holds frames with their tensors.
     return _watch_without_gradients(step)
 
 
